@@ -1,0 +1,93 @@
+"""`paceline chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from paceline.cli import common as c
+from paceline.errors import UserError
+from paceline.types import SamplingParams
+
+
+def chat(
+    model: c.Model = c.DEFAULT_MODEL,
+    draft: c.Draft = "ngram",
+    k: c.K = 4,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: c.MaxTokens = 512,
+    temperature: c.Temperature = 0.7,
+    top_k: c.TopK = 0,
+    top_p: c.TopP = 0.95,
+    min_p: c.MinP = 0.0,
+    seed: c.Seed = None,
+    dtype: c.Dtype = "auto",
+    device: c.Device = "auto",
+    kv_tokens: c.KvTokens = 16384,
+    memory_limit: c.MemoryLimit = None,
+    show: c.Show = False,
+) -> None:
+    """Talk to a model. /clear starts anew, /exit (or Ctrl-D) leaves, Ctrl-C ends an answer."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+    llm = c.load(
+        model,
+        draft=draft,
+        k=k,
+        dtype=dtype,
+        device=device,
+        kv_tokens=kv_tokens,
+        memory_limit=memory_limit,
+    )
+    first = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(first)
+    out = Console()
+    while True:
+        try:
+            line = c.console.input("[bold]> [/bold]").strip()
+        except EOFError:
+            c.console.print()
+            return
+        if not line:
+            continue
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/clear":
+            messages = list(first)
+            continue
+        if line.startswith("/"):
+            c.console.print(f"unknown command {line}: use /clear or /exit", style="yellow")
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        try:
+            stream = llm.stream(llm.chat_tokens(messages), params)
+            for step in stream:
+                answer += step.text
+                if not show:
+                    sys.stdout.write(step.text)
+                    sys.stdout.flush()
+                    continue
+                for token in step.tokens:
+                    text = llm.tokenizer.token_text(token.id)
+                    out.print(
+                        Text(text, style=c.STYLES[token.origin.value]), end="", soft_wrap=True
+                    )
+        except KeyboardInterrupt:
+            stream.close()  # the cache blocks are free again; what was said stays
+        except UserError as e:
+            messages.pop()
+            c.console.print(f"error: {e}", style="red", markup=False)
+            continue
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer})

@@ -1,0 +1,136 @@
+"""What the commands share: options, the console, JSON output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paceline.api import LLM
+from paceline.engine.engine import EngineConfig
+from paceline.models.memory import parse_bytes
+from paceline.types import RequestOutput, TokenOut
+
+#: Everything for people goes to stderr; stdout is for text and JSON.
+console = Console(stderr=True)
+
+DEFAULT_MODEL = "smollm2-135m"
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="Catalog name, .gguf file, safetensors folder or Hub id."),
+]
+Draft = Annotated[
+    str,
+    typer.Option("--draft", "-d", help="none, ngram, or a smaller model of the same vocabulary."),
+]
+K = Annotated[int, typer.Option("-k", help="Tokens to draft a round at most; 0 is plain decoding.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+KvTokens = Annotated[int, typer.Option(help="Tokens that the key/value cache holds.")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(help="Memory for weights and caches, like 4GB (default: what is free)."),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON object on the last line of stdout, nothing else.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most probable.")]
+Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal draws.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")]
+Show = Annotated[
+    bool,
+    typer.Option(
+        "--show", help="Colour tokens by who brought them: accepted draft, replacement, bonus."
+    ),
+]
+
+#: Colours of `--show`.
+STYLES = {"accepted": "green", "replacement": "red", "bonus": "cyan", "plain": ""}
+
+
+def load(
+    model: str,
+    *,
+    draft: str = "none",
+    k: int = 4,
+    dtype: str = "auto",
+    device: str = "auto",
+    kv_tokens: int = 16384,
+    memory_limit: str | None = None,
+) -> LLM:
+    """An LLM from command-line values, with a note while it loads."""
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    engine = EngineConfig(kv_tokens=kv_tokens)
+    with status(f"loading {model}" + ("" if draft in ("none", "ngram") else f" and {draft}")):
+        return LLM(
+            model,
+            draft=draft,
+            k=k,
+            dtype=dtype,
+            device=device,
+            engine=engine,
+            memory_limit=limit,
+        )
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """A spinner on a terminal; nothing elsewhere."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """The one object on the last line of stdout."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def token_dict(llm: LLM, token: TokenOut) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "id": token.id,
+        "text": llm.tokenizer.token_text(token.id),
+        "origin": token.origin.value,
+    }
+    if token.logprob is not None:
+        entry["logprob"] = token.logprob
+        entry["top_logprobs"] = [
+            {"id": i, "text": llm.tokenizer.token_text(i), "logprob": lp}
+            for i, lp in token.top_logprobs or ()
+        ]
+    return entry
+
+
+def output_dict(llm: LLM, output: RequestOutput) -> dict[str, Any]:
+    """A generation as JSON."""
+    stats = output.stats
+    decode_s = (stats.finished or 0.0) - (stats.first_token or stats.finished or 0.0)
+    rest = len(output.tokens) - 1
+    return {
+        "index": output.index,
+        "text": output.text,
+        "finish_reason": output.finish_reason.value,
+        "error": output.error,
+        "guarantee": output.guarantee.value,
+        "numerics": llm.engine.model.info.numerics.value,
+        "prompt_tokens": len(output.prompt_tokens),
+        "completion_tokens": len(output.tokens),
+        "tokens": [token_dict(llm, t) for t in output.tokens],
+        "time_to_first_token_s": round((stats.first_token or 0.0) - stats.submitted, 6)
+        if stats.first_token
+        else None,
+        "decode_tok_s": round(rest / decode_s, 2) if rest > 0 and decode_s > 0 else None,
+        "stats": stats.as_dict(),
+    }
