@@ -4,9 +4,17 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.core.rules import Guarantee, Origin
 from paceline.errors import UserError
@@ -25,14 +33,38 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _check_ids(name: str, value: Seq[object]) -> None:
+    for i in value:
+        _check(_is_count(i) and isinstance(i, int) and i >= 0, name, i, "token ids, 0 or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    temperature: 0 is greedy (the argmax; the lowest id wins ties).
+    What changes the law of the next token, in the order of application (transformers' one;
+    `docs/guarantees.md`). Each is part of the law of target and draft alike and sees the
+    tokens on the judged node's own path:
+
+    logit_bias: id -> added to its logit, -100 to 100 (a mapping; kept as sorted pairs).
+    repetition_penalty: logits of tokens of prompt and output are divided by it where
+        positive, multiplied where negative (1: off; above 0). frequency_penalty,
+        presence_penalty: subtracted from the logits of output tokens, for each occurrence
+        and once (-2 to 2; 0: off).
+    allowed_tokens: only these ids (None: all). banned_tokens: never these ids.
+    banned_words: never these texts, as tokenised with and without a leading space, or
+        sequences of ids; one that the prompt begins can't be completed either.
+    min_tokens: end-of-sequence and stop tokens are banned until there are so many output
+        tokens (a stop string ends the output all the same, and so does a grammar that
+        allows nothing else).
+    json_schema (a dict or JSON text), regex, grammar (Lark or EBNF/GBNF text): one at most;
+        the whole output is a text of that language, and end-of-sequence follows it.
+    temperature: 0 is greedy (the argmax of the logits so far; the lowest id wins ties).
     top_k: keep the k most probable tokens (0: all). top_p: then the smallest set of most
-        probable tokens with at least this mass. min_p: then those with at least this share
-        of the largest probability. Applied in this order, after the temperature.
+        probable tokens with at least this mass (1: off). min_p: then those with at least
+        this share of the largest probability (0: off). typical_p: then the smallest set of
+        those nearest to the entropy with at least this mass (1: off).
+
     seed: equal seeds give equal draws, whatever else is in the batch; None takes one at
         random. n: independent samples of the prompt, each with its own derived seed.
     max_tokens: at least 1. stop: text that ends the output (it is not part of it).
@@ -49,6 +81,18 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_tokens: tuple[int, ...] | None = None
+    banned_tokens: tuple[int, ...] = ()
+    banned_words: tuple[str | tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
     seed: int | None = None
     n: int = 1
     max_tokens: int = 256
@@ -60,35 +104,122 @@ class SamplingParams:
     rule: str | None = None
 
     def __post_init__(self) -> None:
-        t = self.temperature
-        _check(_is_number(t) and 0.0 <= t <= 100.0, "temperature", t, "a number from 0 to 100")
-        _check(_is_count(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        p = self.top_p
-        _check(_is_number(p) and 0.0 < p <= 1.0, "top_p", p, "a number above 0, at most 1 (off)")
-        m = self.min_p
-        _check(_is_number(m) and 0.0 <= m <= 1.0, "min_p", m, "a number from 0 (off) to 1")
+        self._check_law()
+        self._check_tokens()
+        self._check_grammar()
         seed_ok = self.seed is None or (_is_count(self.seed) and 0 <= self.seed < 2**64)
         _check(seed_ok, "seed", self.seed, "an integer from 0 to 2**64 - 1, or None")
         _check(_is_count(self.n) and 1 <= self.n <= 1024, "n", self.n, "1 to 1024")
         n = self.max_tokens
         _check(_is_count(n) and n >= 1, "max_tokens", n, "1 or more")
+        m = self.min_tokens
+        _check(_is_count(m) and 0 <= m <= n, "min_tokens", m, f"0 to max_tokens ({n})")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for s in self.stop:
             _check(isinstance(s, str) and s != "", "stop", s, "non-empty strings")
-        for i in self.stop_token_ids:
-            _check(_is_count(i) and i >= 0, "stop_token_ids", i, "token ids, 0 or more")
         lp = self.logprobs
         lp_ok = lp is None or (_is_count(lp) and 0 <= lp <= 100)
         _check(lp_ok, "logprobs", lp, "0 to 100, or None")
         k_ok = self.k is None or (_is_count(self.k) and 0 <= self.k <= 64)
         _check(k_ok, "k", self.k, "0 (no speculation) to 64, or None for the engine's setting")
 
+    def _check_law(self) -> None:
+        t = self.temperature
+        _check(_is_number(t) and 0.0 <= t <= 100.0, "temperature", t, "a number from 0 to 100")
+        _check(_is_count(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        for name in ("top_p", "typical_p"):
+            p = getattr(self, name)
+            _check(_is_number(p) and 0.0 < p <= 1.0, name, p, "a number above 0, at most 1 (off)")
+        m = self.min_p
+        _check(_is_number(m) and 0.0 <= m <= 1.0, "min_p", m, "a number from 0 (off) to 1")
+        r = self.repetition_penalty
+        _check(_is_number(r) and r > 0.0, "repetition_penalty", r, "a number above 0 (1: off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            f = getattr(self, name)
+            _check(_is_number(f) and -2.0 <= f <= 2.0, name, f, "a number from -2 to 2 (0: off)")
+
+    def _check_tokens(self) -> None:
+        """Ids and words become tuples, so that parameters stay immutable and hashable."""
+        pairs = sorted(dict(self.logit_bias).items())
+        _check_ids("logit_bias", [i for i, _ in pairs])
+        for _, value in pairs:
+            ok = _is_number(value) and -100.0 <= value <= 100.0
+            _check(ok, "logit_bias", value, "numbers from -100 to 100")
+        object.__setattr__(self, "logit_bias", tuple(pairs))
+        if self.allowed_tokens is not None:
+            object.__setattr__(self, "allowed_tokens", tuple(self.allowed_tokens))
+            want = "at least one token id, or None for all"
+            _check(len(self.allowed_tokens) > 0, "allowed_tokens", self.allowed_tokens, want)
+            _check_ids("allowed_tokens", self.allowed_tokens)
+        for name in ("banned_tokens", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            _check_ids(name, getattr(self, name))
+        if isinstance(self.banned_words, str):
+            object.__setattr__(self, "banned_words", (self.banned_words,))
+        words = tuple(w if isinstance(w, str) else tuple(w) for w in self.banned_words)
+        for word in words:
+            ok = word.strip() != "" if isinstance(word, str) else len(word) > 0
+            _check(ok, "banned_words", word, "non-empty texts or sequences of token ids")
+            if not isinstance(word, str):
+                _check_ids("banned_words", word)
+        object.__setattr__(self, "banned_words", words)
+
+    def _check_grammar(self) -> None:
+        schema = self.json_schema
+        if schema is not None:
+            try:
+                value = json.loads(schema) if isinstance(schema, str) else dict(schema)
+                text = json.dumps(value)
+            except (ValueError, TypeError) as e:
+                raise UserError(f"json_schema can't be read as JSON: {e}") from None
+            if not isinstance(value, dict):
+                raise UserError("json_schema must be a JSON object: give a schema like {'type': …}")
+            object.__setattr__(self, "json_schema", text)
+        for name in ("regex", "grammar"):
+            v = getattr(self, name)
+            _check(v is None or (isinstance(v, str) and v != ""), name, v, "non-empty text")
+        given = [n for n in ("json_schema", "regex", "grammar") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} exclude each other: give one of them")
+        if given and self.ignore_eos:
+            raise UserError(
+                f"{given[0]} can't be met with ignore_eos: the end-of-sequence token ends the "
+                "language's texts; drop one of them"
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def language(self) -> tuple[str, str] | None:
+        """The grammar as (parameter, text); None without one."""
+        if self.json_schema is not None:
+            assert isinstance(self.json_schema, str)
+            return "json_schema", self.json_schema
+        if self.regex is not None:
+            return "regex", self.regex
+        return None if self.grammar is None else ("grammar", self.grammar)
+
+    @cached_property
+    def penalises(self) -> bool:
+        """Whether logits depend on which tokens came before."""
+        none = (1.0, 0.0, 0.0)
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != none
+
+    @cached_property
+    def contextual(self) -> bool:
+        """Whether the law depends on the tokens so far beyond the model's logits."""
+        masks = bool(self.banned_words) or self.min_tokens > 0 or self.language is not None
+        return masks or self.penalises
+
+    @cached_property
+    def adjusts(self) -> bool:
+        """Whether logits change before the temperature."""
+        static = bool(self.logit_bias or self.banned_tokens) or self.allowed_tokens is not None
+        return static or self.contextual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +228,20 @@ class Request:
 
     prompt: tuple[int, ...]
     params: SamplingParams = SamplingParams()
+
+    @cached_property
+    def prompt_ids(self) -> frozenset[int]:
+        """The prompt's distinct tokens."""
+        return frozenset(self.prompt)
+
+
+class TokenMask(Protocol):
+    """A grammar's state on behalf of one sequence: a pure function of the output tokens."""
+
+    def mask(self, output: Seq[int]) -> npt.NDArray[np.bool_] | None:
+        """Which tokens may follow; None where `output` lies outside the language, or in it
+        behind its end."""
+        ...
 
 
 class FinishReason(enum.StrEnum):
@@ -121,13 +266,15 @@ class TokenOut:
 
 @dataclass
 class RequestStats:
-    """Counts of one request. drafted >= verified >= accepted; a drafted token is verified
+    """Counts of one request. cached: prompt tokens whose cache entries were there already.
+    drafted >= verified >= accepted; a drafted token is verified
     when the target judged it before the round's end. Times are seconds.
 
     proposed_at[i], accepted_at[i]: rounds that proposed at least i + 1 tokens deep, and
     that accepted so many. tau_histogram[t]: rounds that committed t tokens.
     """
 
+    cached: int = 0
     rounds: int = 0
     target_calls: int = 0
     drafted: int = 0
@@ -152,6 +299,7 @@ class RequestStats:
         per_token = max(self.emitted, 1)
         depth = max(self.proposed_at, default=-1) + 1
         return {
+            "cached": self.cached,
             "rounds": self.rounds,
             "target_calls": self.target_calls,
             "drafted": self.drafted,
@@ -197,7 +345,8 @@ class Sequence:
     """The only mutable record of a generation; written by the scheduler alone.
 
     tokens: prompt and output. computed: committed entries in the target's cache, always
-    below len(tokens). table: cache blocks, covering at least `computed` entries.
+    below len(tokens). table: cache blocks, covering at least `computed` entries. end_ids:
+    tokens that end it (end-of-sequence and stop tokens). grammar: what its language allows.
     """
 
     id: int
@@ -215,6 +364,8 @@ class Sequence:
     error: str | None = None
     guarantee: Guarantee | None = None
     new_text: str = ""
+    end_ids: frozenset[int] = frozenset()
+    grammar: TokenMask | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

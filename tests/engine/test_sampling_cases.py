@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, VOCAB, ids, make_engine, model_drafter, run, target
+from devices import PROMPTS, VOCAB, ids, make_engine, model_drafter, run, target
 from scipy import stats
 
 from paceline.core.rules import Guarantee

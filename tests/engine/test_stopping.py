@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, ScriptDrafter, ids, make_engine, run, target
+from devices import PROMPTS, ScriptDrafter, ids, make_engine, run, target
 
 from paceline.core.rules import Origin
 from paceline.errors import UserError

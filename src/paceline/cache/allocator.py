@@ -12,6 +12,10 @@ import heapq
 class OutOfBlocks(Exception):
     """The pool has fewer free blocks than were asked for; nothing was taken."""
 
+    def __init__(self, missing: int) -> None:
+        super().__init__(f"{missing} more free blocks are needed")
+        self.missing = missing
+
 
 class BlockAllocator:
     """Mutable; single-threaded. The lowest free block goes first, so that a sequence alone
@@ -41,7 +45,7 @@ class BlockAllocator:
         """Extend `table` until it covers `n_slots`; OutOfBlocks leaves it unchanged."""
         need = self.blocks_for(n_slots) - len(table)
         if need > len(self._free):
-            raise OutOfBlocks(f"{need} blocks wanted, {len(self._free)} free")
+            raise OutOfBlocks(need - len(self._free))
         for _ in range(need):
             block = heapq.heappop(self._free)
             self._references[block] = 1
@@ -62,6 +66,10 @@ class BlockAllocator:
             assert self._references[block] > 0, f"block {block} is free and can't be shared"
             self._references[block] += 1
         return list(table)
+
+    def references(self, block: int) -> int:
+        """How many tables hold this block."""
+        return self._references[block]
 
     def _release(self, block: int) -> None:
         assert self._references[block] > 0, f"block {block} was freed twice"

@@ -4,12 +4,22 @@ A uniform is a function of (seed, position, purpose, index), so no draw depends 
 else is in the batch, on preemption, or on tokens that were proposed and thrown away.
 
 `position` is the sequence position of the token that the round decides first (the root's
-successor) for everything that belongs to one round, so that two rounds never share a
-uniform: rules that look ahead (block and traversal verification) condition on uniforms of
-later positions, and drawing those again with the same value would bias the next round.
-`TARGET` draws are keyed by the emitted token's own position instead: each position is
-emitted once, and under `walk` the token at a position is then the one that plain decoding
-draws there.
+successor) for everything that belongs to one round: DRAFT by the drafted token's number,
+ACCEPT by the judged node's, RESIDUAL once. Every round commits a token, so the next one has
+another position and no key comes up twice. That matters: block and traversal verification
+reject a long prefix before they accept a short one, so what a round commits depends on
+uniforms of nodes below it, and a next round that saw those again (keyed by the drafted
+token's own position, say) would draw from a conditioned uniform. tests/core/test_draws.py
+shows that bias.
+`TARGET` draws are keyed by the emitted token's own position instead. Each position is
+emitted once, by one TARGET draw or none, and nothing else reads that key: a rule asks for it
+only where the token it gives ends the round, or, in the walk, where it is emitted at once.
+Under `walk` the token at a position is thus the one that plain decoding draws there.
+
+A round that is computed and dropped before anything of it was committed (preemption) may be
+drawn again with the same keys, whatever is proposed then. A generation that goes on after a
+stop discarded tokens may too: what was committed did not depend on the discarded end's
+TARGET draws, and the other keys have another position.
 """
 
 from __future__ import annotations
@@ -55,15 +65,17 @@ class Draws(Protocol):
     proof can follow every branch of the very code that runs in production."""
 
     def flip(self, probability: float, index: int) -> bool:
-        """True with `probability`; never at 0, always at 1. One index per question."""
+        """True with `probability`; never at 0, always at 1. One index per question: the
+        judged node's number less one."""
         ...
 
     def residual(self, law: Law, index: int = 0) -> int:
-        """A replacement token from a residual law."""
+        """A replacement token from a residual law; once per round and index."""
         ...
 
     def target(self, law: Law, depth: int) -> int:
-        """A token from the target's own law, `depth` tokens below the root."""
+        """A token from the target's own law, `depth` tokens below the root (0: the root's
+        successor); once per round and depth."""
         ...
 
 

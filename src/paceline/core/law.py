@@ -163,7 +163,9 @@ class WeightLaw:
         return low + _first_above(inside.cumsum(dtype=np.float64), goal - before)
 
     def mode(self) -> int:
-        return int(self._weights_V.argmax())
+        if self._weights_V.is_cuda:
+            return int(self._weights_V.argmax())
+        return int(self._weights_V.numpy().argmax())  # vectorised, as torch's is not
 
     def entropy(self) -> float:
         # H = log T - sum(w log w) / T with T the total.

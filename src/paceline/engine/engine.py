@@ -25,12 +25,14 @@ from paceline.types import Request, RequestOutput, RequestStats, Sequence, StepO
 class EngineConfig:
     """kv_tokens: cache slots for committed and proposed tokens of all running sequences.
     block_size: slots per block. max_batch: sequences that run at once. prefill_chunk:
-    prompt tokens that one step reads at most."""
+    prompt tokens that one step reads at most. prefix_cache: keep the cache blocks of
+    finished requests for prompts that begin alike, as long as nobody needs the room."""
 
     kv_tokens: int = 16384
     block_size: int = 32
     max_batch: int = 16
     prefill_chunk: int = 512
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "block_size", "max_batch", "prefill_chunk"):
@@ -65,6 +67,7 @@ class EngineStats:
     def add(self, stats: RequestStats) -> None:
         t = self.totals
         for name in (
+            "cached",
             "rounds",
             "target_calls",
             "drafted",
@@ -126,6 +129,8 @@ class Engine:
             max_batch=config.max_batch,
             prefill_chunk=config.prefill_chunk,
             max_length=max_length,
+            # A drafter that reads hidden states must see every position computed.
+            prefix_cache=config.prefix_cache and not drafter.taps,
         )
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
@@ -301,6 +306,7 @@ class Engine:
         """Cache blocks and statistics, readable at any time, before any traffic too."""
         draft = self.drafter.usage()
         allocator = self.scheduler.allocator
+        cache = self.scheduler.prefix_cache
         committed = sum(allocator.blocks_for(s.computed) for s in self.scheduler.running)
         return {
             "running": len(self.scheduler.running),
@@ -308,6 +314,7 @@ class Engine:
             "kv_blocks": allocator.n_blocks,
             "kv_blocks_used": allocator.n_used,
             "kv_blocks_committed": committed,
+            "kv_blocks_cached": len(cache.table) if cache else 0,
             "kv_bytes": self._kv.nbytes,
             "weight_bytes": self.model.info.weight_bytes,
             "draft_kv_blocks": draft.blocks_total,

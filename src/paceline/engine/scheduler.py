@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from paceline.cache.allocator import BlockAllocator, OutOfBlocks
+from paceline.cache.prefix import PrefixCache
 from paceline.core.rules import Guarantee, Origin, Verdict
 from paceline.core.tree import TokenTree
 from paceline.engine.policy import BudgetPolicy
@@ -66,8 +67,10 @@ class Scheduler:
         max_batch: int,
         prefill_chunk: int,
         max_length: int,
+        prefix_cache: bool,
     ) -> None:
         self.allocator = allocator
+        self.prefix_cache = PrefixCache(allocator) if prefix_cache else None
         self.max_length = max_length
         self._max_batch = max_batch
         self._prefill_chunk = prefill_chunk
@@ -113,18 +116,27 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_batch:
             seq = self.waiting[0]
+            known = self.prefix_cache.match(seq.tokens) if self.prefix_cache else []
             reserved = sum(
                 max(0, self.allocator.blocks_for(len(s.tokens)) - len(s.table))
                 for s in self.running
             )
             # One block more than its tokens need, so that it is not preempted at once.
-            need = self.allocator.blocks_for(len(seq.tokens)) + reserved
+            need = self.allocator.blocks_for(len(seq.tokens)) - len(known) + reserved
             need += 1 if self.running else 0
-            if need > self.allocator.n_free:
+            if need > self._obtainable():
+                self.allocator.free(known)
                 return
             self.waiting.popleft()
             seq.status = Status.RUNNING
+            seq.table = known
+            seq.computed = len(known) * self.allocator.block_size
+            seq.stats.cached += seq.computed
             self.running.append(seq)
+
+    def _obtainable(self) -> int:
+        evictable = self.prefix_cache.n_evictable if self.prefix_cache else 0
+        return self.allocator.n_free + evictable
 
     def _reserve(self, seq: Sequence, n_slots: int) -> bool:
         """Grow the table; False where `seq` itself had to give way to older ones."""
@@ -132,7 +144,9 @@ class Scheduler:
             try:
                 self.allocator.grow(seq.table, n_slots)
                 return True
-            except OutOfBlocks:
+            except OutOfBlocks as e:
+                if self.prefix_cache and self.prefix_cache.evict(e.missing):
+                    continue
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 if youngest is seq:
@@ -140,7 +154,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self.allocator.free(seq.table)
+        self._release(seq)
         seq.computed = 0
         seq.status = Status.WAITING
         seq.stats.preemptions += 1
@@ -196,15 +210,25 @@ class Scheduler:
         seq.error = error
         seq.status = Status.FINISHED
         seq.stats.finished = time.perf_counter()
-        self.allocator.free(seq.table)
+        self._release(seq)
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
 
+    def _release(self, seq: Sequence) -> None:
+        """Give the blocks back; whole ones stay for prompts that begin alike, but not those
+        of a failed request, whose entries may be NaN."""
+        if self.prefix_cache and seq.finish_reason is not FinishReason.ERROR:
+            self.prefix_cache.store(seq.tokens[: seq.computed], seq.table)
+        self.allocator.free(seq.table)
+
     def audit(self) -> None:
         """AssertionError where a block is lost, held twice, or a cache length is wrong."""
-        self.allocator.audit([s.table for s in (*self.running, *self.waiting)])
+        tables = [s.table for s in (*self.running, *self.waiting)]
+        if self.prefix_cache:
+            tables.append(self.prefix_cache.table)
+        self.allocator.audit(tables)
         for seq in self.running:
             assert 0 <= seq.computed < len(seq.tokens)
             assert len(seq.table) >= self.allocator.blocks_for(seq.computed)
