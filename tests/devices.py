@@ -8,11 +8,15 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from paceline.core.rules import Verdict
+from paceline.core.shapes import TreeShape, level_widths
 from paceline.core.tree import TokenTree, chain
 from paceline.draft.base import Drafter, DrafterUsage
+from paceline.draft.cache import DraftCache
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
+from paceline.draft.tree import Beam, TreeDrafter
+from paceline.draft.vocabulary import SameVocabulary
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import FixedBudget
 from paceline.models.base import TargetOutput
@@ -46,9 +50,9 @@ def anti() -> TabularModel:
     return target(change=lambda context, logits: -4 * logits)
 
 
-class TreeDrafter:
+class ChosenTrees:
     """Deterministic trees from a tabular model: the best `width` tokens of each node, level
-    by level, until the budget is used. Tests trees before any tree drafter exists."""
+    by level, until the budget is used: a tree drafter without a cache of its own."""
 
     name = "tree"
     taps: tuple[int, ...] = ()
@@ -108,13 +112,31 @@ class ScriptDrafter(NoDrafter):
 
 
 def model_drafter(model: TabularModel, config: EngineConfig = CONFIG) -> ModelDrafter:
-    return ModelDrafter(
+    return ModelDrafter(draft_cache(model, config), SameVocabulary(VOCAB))
+
+
+def draft_cache(
+    model: TabularModel, config: EngineConfig, stretch: int = 1, scratch: int = 0
+) -> DraftCache:
+    return DraftCache(
         model,
-        vocab_size=VOCAB,
-        n_blocks=config.n_blocks,
+        n_blocks=stretch * config.n_blocks,
         block_size=config.block_size,
         prefill_chunk=config.prefill_chunk,
+        max_batch=config.max_batch,
+        scratch=scratch,
     )
+
+
+def tree_drafter(
+    model: TabularModel,
+    shape: TreeShape | Beam,
+    config: EngineConfig = CONFIG,
+    *,
+    sampled: bool = True,
+) -> TreeDrafter:
+    cache = draft_cache(model, config, scratch=shape.scratch if isinstance(shape, Beam) else 0)
+    return TreeDrafter(cache, SameVocabulary(VOCAB), shape, sampled=sampled)
 
 
 #: Every kind of drafter that the engine must give the same text with.
@@ -124,12 +146,16 @@ DRAFTERS: dict[str, Callable[[EngineConfig], Drafter]] = {
     "self": lambda c: model_drafter(target(), c),
     "noisy": lambda c: model_drafter(noisy(0.7), c),
     "anti": lambda c: model_drafter(anti(), c),
-    "tree": lambda c: TreeDrafter(noisy(0.7)),
-    "anti-tree": lambda c: TreeDrafter(anti(), 3),
+    "tree": lambda c: ChosenTrees(noisy(0.7)),
+    "anti-tree": lambda c: ChosenTrees(anti(), 3),
+    "widths": lambda c: tree_drafter(noisy(0.7), level_widths((2, 2, 1)), c),
+    "anti-widths": lambda c: tree_drafter(anti(), level_widths((3, 2)), c),
+    "top-widths": lambda c: tree_drafter(noisy(0.7), level_widths((2, 2, 1)), c, sampled=False),
+    "beam": lambda c: tree_drafter(noisy(0.7), Beam(nodes=9, width=3, depth=4), c, sampled=False),
 }
 
 #: Those whose proposals are deterministic at every temperature.
-DETERMINISTIC = ("ngram", "tree", "anti-tree")
+DETERMINISTIC = ("ngram", "tree", "anti-tree", "top-widths", "beam")
 
 
 def make_engine(
@@ -158,8 +184,8 @@ def run(
         for i in engine.submit(Request(prompt=tuple(prompt), params=p))
     ]
     for step in engine.stream():
-        if isinstance(engine.drafter, ModelDrafter):
-            engine.drafter.audit()
+        if isinstance(engine.drafter, ModelDrafter | TreeDrafter):
+            engine.drafter.cache.audit()
         if each is not None:
             each(step)
     cache = engine.scheduler.prefix_cache

@@ -7,14 +7,18 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
+from paceline.core.shapes import TreeShape, best_shape
+from paceline.draft.tree import TreeDrafter
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
 from paceline.models.loading import open_checkpoint
 from paceline.models.memory import available_bytes, check_memory
-from paceline.registry import plan_drafter
-from paceline.types import Request, RequestOutput, SamplingParams, StepOutput
+from paceline.registry import DraftSpec, plan_drafter
+from paceline.sampling.grammar import Grammars, Vocabulary
+from paceline.types import Request, RequestOutput, RequestStats, SamplingParams, StepOutput
 
 #: A prompt: text, or its tokens.
 Prompt = str | Seq[int]
@@ -24,8 +28,11 @@ class LLM:
     """A language model that drafts for itself what it can.
 
     model: catalog name, path of a .gguf file or safetensors folder, or Hub id.
-    draft: `none`, `ngram`, or a smaller model of the same vocabulary.
-    k: tokens to draft a round at most.
+    draft: `none`, `ngram`, or a smaller model.
+    k: tokens to draft a round at most (default: 4, or all nodes of the tree).
+    tree: trees from a draft model: `3x2x1`, `top:3x2x1`, `paths:12` or `sequoia:12` (which
+        starts as 4x2x1 until `fit_tree`); see docs/drafters.md.
+    draft_vocab: `same`; or `intersect`, `slem` for a draft with another tokenizer.
     dtype: auto, bfloat16 or float32; device: auto, cpu or cuda.
     memory_limit: bytes that weights and caches may take (default: what is free).
 
@@ -38,16 +45,21 @@ class LLM:
         model: str,
         *,
         draft: str = "none",
-        k: int = 4,
+        k: int | None = None,
+        tree: str | None = None,
+        draft_vocab: str = "same",
         dtype: str = "auto",
         device: str = "auto",
         engine: EngineConfig | None = None,
         memory_limit: int | None = None,
     ) -> None:
+        spec = DraftSpec(name=draft, tree=tree, vocabulary=draft_vocab)
         SamplingParams(k=k)  # the same bounds, the same message
         config = engine or EngineConfig()
         target = open_checkpoint(model, dtype=dtype, device=device)
-        plan = plan_drafter(draft, target, config)
+        plan = plan_drafter(spec, target, config)
+        if k is None:
+            k = 4 if plan.tree is None else plan.tree.nodes
         limit = available_bytes(target.device) if memory_limit is None else memory_limit
         slots = config.n_blocks * config.block_size
         check_memory(
@@ -58,16 +70,28 @@ class LLM:
             },
             limit,
         )
-        self.tokenizer = target.tokenizer
+        self.tokenizer = tokenizer = target.tokenizer
+        eos_ids = frozenset(target.config.eos_ids) | frozenset(tokenizer.eos_ids)
+        vocabulary = Vocabulary(
+            token_bytes=lambda: [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
+            special_ids=tokenizer.special_ids,
+            eos_ids=frozenset(i for i in eos_ids if i < tokenizer.vocab_size),
+            encode=lambda text: tokenizer.encode(text, add_special=False),
+        )
         self.engine = Engine(
             target.load(),
             plan.build(),
             FixedBudget(k),
             config,
-            eos_ids=frozenset(target.config.eos_ids) | frozenset(target.tokenizer.eos_ids),
+            eos_ids=eos_ids,
             decode=self.tokenizer.decode,
+            encode=vocabulary.encode,
+            grammars=Grammars(vocabulary),
             vocab_size=target.config.vocab_size,
         )
+        self.notes = (*target.config.notes, *plan.notes)
+        self._tree = plan.tree
+        self.k = k
         self._lock = threading.Lock()
         self._inbox: dict[int, deque[StepOutput]] = {}
 
@@ -130,6 +154,33 @@ class LLM:
                     yield output
         finally:
             await asyncio.shield(asyncio.to_thread(self._drop, ids))
+
+    @property
+    def wants_fit(self) -> bool:
+        """Whether a Sequoia tree was asked for and not fitted yet."""
+        return self._tree is not None and self._tree.fit is not None
+
+    def fit_tree(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
+    ) -> TreeShape:
+        """Measure how often each rank of child is accepted on these prompts, and take the
+        best static shape for it from now on (Sequoia, Chen et al. 2024, section 3.1)."""
+        drafter = self.engine.drafter
+        if self._tree is None or self._tree.fit is None or not isinstance(drafter, TreeDrafter):
+            raise UserError("there is no Sequoia tree to fit: give tree='sequoia:12'")
+        outputs = self.generate(prompts, params or SamplingParams(max_tokens=64))
+        total = RequestStats()
+        for output in outputs:
+            total.offered_rank.update(output.stats.offered_rank)
+            total.accepted_rank.update(output.stats.accepted_rank)
+        rates = total.acceptance_by_rank()
+        if not rates:
+            raise UserError("nothing was drafted on these prompts: give longer ones")
+        drafter.shape = best_shape(rates, self._tree.fit)
+        self.k = drafter.shape.nodes
+        self.engine.policy = FixedBudget(self.k)
+        self._tree = replace(self._tree, shape=drafter.shape, fit=None)
+        return drafter.shape
 
     def result(self, request_id: int) -> RequestOutput:
         """The whole of a finished generation, until its stream is closed."""

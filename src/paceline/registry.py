@@ -2,64 +2,193 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
+from paceline.core.shapes import TreeShape, level_widths
 from paceline.draft.base import Drafter
+from paceline.draft.cache import DraftCache
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
+from paceline.draft.slem import STRETCH, SlemDrafter
+from paceline.draft.tree import Beam, TreeDrafter
+from paceline.draft.vocabulary import SameVocabulary, SharedTokens, Vocabulary, through_text
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
 from paceline.models.loading import Checkpoint, open_checkpoint
-from paceline.models.tokenizer import first_mismatch
+from paceline.models.tokenizer import Tokenizer, first_mismatch
 
 #: Drafters without a model of their own.
 LIGHT = ("none", "ngram")
+VOCABULARIES = ("same", "intersect", "slem")
+MAX_NODES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSpec:
+    """What the user asked for. name: none, ngram, or a model. tree: see `parse_tree`.
+    vocabulary: same, intersect or slem."""
+
+    name: str = "none"
+    tree: str | None = None
+    vocabulary: str = "same"
+
+    def __post_init__(self) -> None:
+        if self.vocabulary not in VOCABULARIES:
+            raise UserError(
+                f"unknown draft vocabulary {self.vocabulary!r}: use {', '.join(VOCABULARIES)}"
+            )
+        if self.name in LIGHT and (self.tree is not None or self.vocabulary != "same"):
+            raise UserError(
+                f"draft {self.name!r} has no tree and no vocabulary of its own: give a draft "
+                "model, or drop these options"
+            )
+        if self.vocabulary == "slem" and self.tree is not None:
+            raise UserError("draft vocabulary 'slem' proposes chains only: drop the tree")
+        parse_tree(self.tree)
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """A tree to begin with; fit: nodes of the Sequoia shape that replaces it, once the
+    acceptance of each rank is measured."""
+
+    shape: TreeShape | Beam
+    sampled: bool
+    fit: int | None = None
+
+    @property
+    def nodes(self) -> int:
+        return self.shape.nodes
+
+
+def parse_tree(text: str | None) -> TreePlan | None:
+    """`3x2x1` (widths per level, siblings sampled), `top:3x2x1` (the most probable tokens),
+    `paths:12` (the most probable paths), `sequoia:12` (widths from measured acceptance)."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(?:(top|paths|sequoia):)?(\d+(?:x\d+)*)", text)
+    numbers = [int(n) for n in match[2].split("x")] if match else []
+    kind = match[1] if match else None
+    if not numbers or (kind in ("paths", "sequoia") and len(numbers) != 1):
+        raise UserError(
+            f"tree {text!r} is not understood: write 3x2x1, top:3x2x1, paths:12 or sequoia:12"
+        )
+    nodes = numbers[0]
+    if kind in (None, "top"):
+        nodes = sum(accumulate(numbers, mul))
+    if nodes > MAX_NODES or min(numbers) < 1:
+        raise UserError(
+            f"tree {text!r} has {nodes} nodes: use widths of 1 or more, and 1 to "
+            f"{MAX_NODES} nodes in all"
+        )
+    if kind == "paths":
+        return TreePlan(Beam(nodes=numbers[0]), sampled=False)
+    if kind == "sequoia":
+        return TreePlan(level_widths((4, 2, 1)), sampled=True, fit=numbers[0])
+    return TreePlan(level_widths(numbers), sampled=kind is None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan:
     """A drafter that is known to fit its target, before its weights are loaded.
 
-    memory: bytes it will take, by what they are for.
+    memory: bytes it will take, by what they are for. notes: what a user should know.
     """
 
     build: Callable[[], Drafter]
     memory: dict[str, int]
+    tree: TreePlan | None = None
+    notes: tuple[str, ...] = ()
 
 
-def plan_drafter(spec: str, target: Checkpoint, config: EngineConfig) -> DraftPlan:
-    """`none`, `ngram`, or a model (catalog name, path or Hub id) with the target's
-    vocabulary. UserError where it does not fit the target."""
-    if spec == "none":
+def plan_drafter(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> DraftPlan:
+    """UserError where the draft does not fit its target."""
+    if spec.name == "none":
         return DraftPlan(build=NoDrafter, memory={})
-    if spec == "ngram":
+    if spec.name == "ngram":
         return DraftPlan(build=NgramDrafter, memory={})
     dtype = str(target.dtype).removeprefix("torch.")
     try:
-        draft = open_checkpoint(spec, dtype=dtype, device=str(target.device))
+        draft = open_checkpoint(spec.name, dtype=dtype, device=str(target.device))
     except UserError as e:
-        raise UserError(f"draft {spec!r} ({', '.join(LIGHT)} or a model): {e}") from None
+        raise UserError(f"draft {spec.name!r} ({', '.join(LIGHT)} or a model): {e}") from None
+    if spec.vocabulary == "same":
+        _check_same(spec.name, target, draft)
+    vocabulary, notes = _vocabulary(spec, target, draft)
+    stretch = STRETCH if spec.vocabulary == "slem" else vocabulary.stretch
+    n_blocks = stretch * config.n_blocks
+    tree = parse_tree(spec.tree)
+
+    def build() -> Drafter:
+        cache = DraftCache(
+            draft.load(),
+            n_blocks=n_blocks,
+            block_size=config.block_size,
+            prefill_chunk=config.prefill_chunk,
+            max_batch=config.max_batch,
+            scratch=tree.shape.scratch if tree and isinstance(tree.shape, Beam) else 0,
+        )
+        if spec.vocabulary == "slem":
+            return SlemDrafter(cache, target.tokenizer, draft.tokenizer)
+        if tree is not None:
+            return TreeDrafter(cache, vocabulary, tree.shape, sampled=tree.sampled)
+        return ModelDrafter(cache, vocabulary)
+
+    return DraftPlan(
+        build=build,
+        memory={
+            f"draft weights ({draft.source.name})": draft.weight_bytes,
+            "draft cache": draft.kv_slot_bytes * n_blocks * config.block_size,
+        },
+        tree=tree,
+        notes=notes,
+    )
+
+
+def _check_same(name: str, target: Checkpoint, draft: Checkpoint) -> None:
     mismatch = first_mismatch(target.tokenizer, draft.tokenizer)
     if mismatch is not None:
         token, ours, theirs = mismatch
         raise UserError(
-            f"draft {spec!r} has another vocabulary than {target.source.name!r}: token {token} "
+            f"draft {name!r} has another vocabulary than {target.source.name!r}: token {token} "
             f"is {ours!r} for the target and {theirs!r} for the draft; choose a draft of the "
-            "target's family"
+            "target's family, or allow it with --draft-vocab intersect or slem"
         )
-    block = config.block_size
-    return DraftPlan(
-        build=lambda: ModelDrafter(
-            draft.load(),
-            vocab_size=min(target.config.vocab_size, target.tokenizer.vocab_size),
-            n_blocks=config.n_blocks,
-            block_size=block,
-            prefill_chunk=config.prefill_chunk,
-        ),
-        memory={
-            f"draft weights ({draft.source.name})": draft.weight_bytes,
-            "draft cache": draft.kv_slot_bytes * config.n_blocks * block,
-        },
+
+
+def _vocabulary(
+    spec: DraftSpec, target: Checkpoint, draft: Checkpoint
+) -> tuple[Vocabulary, tuple[str, ...]]:
+    if spec.vocabulary != "intersect":
+        size = min(target.config.vocab_size, target.tokenizer.vocab_size)
+        return SameVocabulary(size), ()
+    ours, theirs = target.tokenizer, draft.tokenizer
+    try:
+        shared = SharedTokens(
+            shared_ids(ours, theirs), lambda tokens: through_text(tokens, ours, theirs)
+        )
+    except ValueError as e:
+        raise UserError(f"draft {spec.name!r}: {e}; choose another draft") from None
+    note = (
+        f"the draft shares {shared.n_shared} of the target's {ours.vocab_size} tokens; it is "
+        "restricted to these and renormalised"
     )
+    return shared, (note,)
+
+
+def shared_ids(ours: Tokenizer, theirs: Tokenizer) -> list[int]:
+    """For each token of ours, the id of theirs that stands for the same bytes (and is as
+    special), -1 where there is none."""
+    known: dict[tuple[bool, bytes], int] = {}
+    for i in range(theirs.vocab_size):
+        if theirs.token(i) is not None:
+            known.setdefault((i in theirs.special_ids, theirs.token_bytes(i)), i)
+    return [
+        -1 if ours.token(i) is None else known.get((i in ours.special_ids, ours.token_bytes(i)), -1)
+        for i in range(ours.vocab_size)
+    ]

@@ -7,7 +7,7 @@ import enum
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,9 +33,12 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_ids(name: str, value: Seq[object]) -> None:
-    for i in value:
-        _check(_is_count(i) and isinstance(i, int) and i >= 0, name, i, "token ids, 0 or more")
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Token ids as a tuple; UserError where they are none."""
+    ids = tuple(value) if isinstance(value, Iterable) else (value,)
+    for i in ids:
+        _check(isinstance(i, int) and _is_count(i) and i >= 0, name, i, "token ids, 0 or more")
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,28 +145,28 @@ class SamplingParams:
 
     def _check_tokens(self) -> None:
         """Ids and words become tuples, so that parameters stay immutable and hashable."""
-        pairs = sorted(dict(self.logit_bias).items())
-        _check_ids("logit_bias", [i for i, _ in pairs])
+        try:
+            pairs = sorted(dict(self.logit_bias).items())
+        except (TypeError, ValueError):
+            raise UserError("logit_bias must map token ids to numbers, like {42: -1.5}") from None
+        _ids("logit_bias", [i for i, _ in pairs])
         for _, value in pairs:
             ok = _is_number(value) and -100.0 <= value <= 100.0
             _check(ok, "logit_bias", value, "numbers from -100 to 100")
         object.__setattr__(self, "logit_bias", tuple(pairs))
-        if self.allowed_tokens is not None:
-            object.__setattr__(self, "allowed_tokens", tuple(self.allowed_tokens))
-            want = "at least one token id, or None for all"
-            _check(len(self.allowed_tokens) > 0, "allowed_tokens", self.allowed_tokens, want)
-            _check_ids("allowed_tokens", self.allowed_tokens)
         for name in ("banned_tokens", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            _check_ids(name, getattr(self, name))
-        if isinstance(self.banned_words, str):
-            object.__setattr__(self, "banned_words", (self.banned_words,))
-        words = tuple(w if isinstance(w, str) else tuple(w) for w in self.banned_words)
+            object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        if self.allowed_tokens is not None:
+            allowed = _ids("allowed_tokens", self.allowed_tokens)
+            want = "at least one token id, or None for all"
+            _check(len(allowed) > 0, "allowed_tokens", allowed, want)
+            object.__setattr__(self, "allowed_tokens", allowed)
+        many = self.banned_words
+        words = (many,) if isinstance(many, str) else tuple(many)
+        words = tuple(w if isinstance(w, str) else _ids("banned_words", w) for w in words)
         for word in words:
             ok = word.strip() != "" if isinstance(word, str) else len(word) > 0
             _check(ok, "banned_words", word, "non-empty texts or sequences of token ids")
-            if not isinstance(word, str):
-                _check_ids("banned_words", word)
         object.__setattr__(self, "banned_words", words)
 
     def _check_grammar(self) -> None:
@@ -271,7 +274,8 @@ class RequestStats:
     when the target judged it before the round's end. Times are seconds.
 
     proposed_at[i], accepted_at[i]: rounds that proposed at least i + 1 tokens deep, and
-    that accepted so many. tau_histogram[t]: rounds that committed t tokens.
+    that accepted so many. offered_rank[r], accepted_rank[r]: visited nodes that had a child
+    of rank r, and that were left through it. tau_histogram[t]: rounds that committed t.
     """
 
     cached: int = 0
@@ -286,6 +290,8 @@ class RequestStats:
     tau_histogram: Counter[int] = field(default_factory=Counter)
     proposed_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
+    offered_rank: Counter[int] = field(default_factory=Counter)
+    accepted_rank: Counter[int] = field(default_factory=Counter)
     submitted: float = 0.0
     first_token: float | None = None
     finished: float | None = None
@@ -294,6 +300,11 @@ class RequestStats:
     def tau(self) -> float:
         """Tokens per round, before a stop discarded any; 0 before the first round."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
+
+    def acceptance_by_rank(self) -> list[float]:
+        """How often the first, second, ... child of a visited node was accepted."""
+        ranks = max(self.offered_rank, default=-1) + 1
+        return [self.accepted_rank[r] / self.offered_rank[r] for r in range(ranks)]
 
     def as_dict(self) -> dict[str, object]:
         per_token = max(self.emitted, 1)
@@ -313,6 +324,7 @@ class RequestStats:
             "acceptance_by_position": [
                 round(self.accepted_at[i] / self.proposed_at[i], 4) for i in range(depth)
             ],
+            "acceptance_by_rank": [round(r, 4) for r in self.acceptance_by_rank()],
             "target_calls_per_token": round(self.target_calls / per_token, 4),
             "drafted_per_token": round(self.drafted / per_token, 4),
         }

@@ -26,7 +26,8 @@ from paceline.proof import worlds
 from paceline.proof.drafts import Drafting, Weighted
 from paceline.proof.judge import Drafts
 from paceline.proof.laws import ExactLaw
-from paceline.proof.worlds import Filter, World
+from paceline.proof.worlds import World
+from paceline.sampling.filters import Filters
 
 # --- faults in the laws -----------------------------------------------------------------
 
@@ -72,7 +73,7 @@ def relabelled(drafting: Drafting, world: World, laws: World) -> Drafts:
     return moved
 
 
-NUCLEUS = Filter(temperature=0.7, top_k=2)
+NUCLEUS = Filters(temperature=0.7, top_k=2)
 FILTERED: Makers = (worlds.filtered(NUCLEUS, NUCLEUS),)
 
 

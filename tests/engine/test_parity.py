@@ -58,7 +58,7 @@ def test_block_and_chunk_sizes_do_not_matter(
     assert ids(run(make_engine(drafter, config=config), PROMPTS, GREEDY)) == plain[True]
 
 
-@pytest.mark.parametrize("drafter", ["none", "noisy", "ngram", "tree"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_preemption_does_not_matter(drafter: str) -> None:
     """A pool for two of five sequences: all finish, with the same text."""
     params = [
@@ -72,7 +72,7 @@ def test_preemption_does_not_matter(drafter: str) -> None:
     assert [o.stats.drafted for o in tight] == [o.stats.drafted for o in roomy]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "noisy", "tree"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_batch_and_order_do_not_matter(drafter: str) -> None:
     """Eight mixed requests (greedy, sampled, filtered, plain) equal their solo runs, in
     tokens and in draft counts, in either order."""

@@ -235,7 +235,7 @@ def test_layer_mask_leaves_the_stream_as_it_is(llama: TorchDecoder) -> None:
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
-    theirs, ours = checkpoint(tmp_path, "llama")
+    _, ours = checkpoint(tmp_path, "llama")
     tensors = dict(iter_tensors(tmp_path, ours.config, torch.float32))
 
     def build(named: dict[str, torch.Tensor]) -> None:

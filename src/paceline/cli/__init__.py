@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from paceline.cli import chat, demo, generate, pull
+from paceline.cli import chat, demo, generate, prove, pull
 from paceline.cli.common import console
 from paceline.errors import UserError
 
@@ -23,6 +23,7 @@ app.command("pull")(pull.pull)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
+app.command("prove")(prove.prove)
 
 # Typer brings a click of its own (older ones the separate package): found by its name.
 _USAGE_ERRORS = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "UsageError")

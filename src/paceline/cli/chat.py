@@ -17,7 +17,9 @@ from paceline.types import SamplingParams
 def chat(
     model: c.Model = c.DEFAULT_MODEL,
     draft: c.Draft = "ngram",
-    k: c.K = 4,
+    k: c.K = None,
+    tree: c.Tree = None,
+    draft_vocab: c.DraftVocab = "same",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: c.MaxTokens = 512,
     temperature: c.Temperature = 0.7,
@@ -44,6 +46,8 @@ def chat(
         model,
         draft=draft,
         k=k,
+        tree=tree,
+        draft_vocab=draft_vocab,
         dtype=dtype,
         device=device,
         kv_tokens=kv_tokens,
@@ -52,6 +56,10 @@ def chat(
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     out = Console()
+    if llm.wants_fit:
+        raise UserError(
+            "a Sequoia tree is fitted to a prompt: use it with generate, or give widths"
+        )
     while True:
         try:
             line = c.console.input("[bold]> [/bold]").strip()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from paceline.api import LLM
 from paceline.engine.engine import EngineConfig
+from paceline.errors import UserError
 from paceline.models.memory import parse_bytes
 from paceline.types import RequestOutput, TokenOut
 
@@ -27,9 +29,23 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str,
-    typer.Option("--draft", "-d", help="none, ngram, or a smaller model of the same vocabulary."),
+    typer.Option("--draft", "-d", help="none, ngram, or a smaller model."),
 ]
-K = Annotated[int, typer.Option("-k", help="Tokens to draft a round at most; 0 is plain decoding.")]
+Tree = Annotated[
+    str | None,
+    typer.Option(help="Draft trees: 3x2x1, top:3x2x1, paths:12 or sequoia:12 (docs/drafters.md)."),
+]
+DraftVocab = Annotated[
+    str, typer.Option(help="same; intersect or slem for a draft with another tokenizer.")
+]
+K = Annotated[
+    int | None,
+    typer.Option(
+        "-k",
+        help="Tokens to draft a round at most; 0 is plain decoding.",
+        show_default="4, or the whole tree",
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 KvTokens = Annotated[int, typer.Option(help="Tokens that the key/value cache holds.")]
@@ -44,6 +60,46 @@ Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is gr
 TopK = Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the most probable tokens up to this mass.")]
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most probable.")]
+TypicalP = Annotated[
+    float, typer.Option(help="Keep the tokens nearest to the entropy up to this mass.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Divide logits of tokens of prompt and output by this; 1 is off.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Lower logits of output tokens by this, once; 0 is off.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Lower logits of output tokens by this each time; 0 is off.")
+]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="ID=VALUE", help="Add to a logit; may be repeated.")
+]
+AllowToken = Annotated[
+    list[int] | None, typer.Option(metavar="ID", help="Emit only such tokens; may be repeated.")
+]
+BanToken = Annotated[
+    list[int] | None, typer.Option(metavar="ID", help="Never emit this token; may be repeated.")
+]
+BanWord = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="Never emit this text; may be repeated.")
+]
+StopToken = Annotated[
+    list[int] | None, typer.Option(metavar="ID", help="Token that ends the output; repeatable.")
+]
+MinTokens = Annotated[
+    int, typer.Option(help="No end-of-sequence or stop token before so many tokens.")
+]
+JsonSchema = Annotated[
+    str | None, typer.Option(metavar="JSON|@FILE", help="The output is JSON of this schema.")
+]
+Regex = Annotated[
+    str | None, typer.Option(metavar="REGEX|@FILE", help="The output matches this expression.")
+]
+Grammar = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT|@FILE", help="The output is of this Lark or EBNF grammar."),
+]
 Seed = Annotated[int | None, typer.Option(help="Equal seeds give equal draws.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="New tokens at most.")]
 Show = Annotated[
@@ -61,7 +117,9 @@ def load(
     model: str,
     *,
     draft: str = "none",
-    k: int = 4,
+    k: int | None = None,
+    tree: str | None = None,
+    draft_vocab: str = "same",
     dtype: str = "auto",
     device: str = "auto",
     kv_tokens: int = 16384,
@@ -71,15 +129,42 @@ def load(
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     engine = EngineConfig(kv_tokens=kv_tokens)
     with status(f"loading {model}" + ("" if draft in ("none", "ngram") else f" and {draft}")):
-        return LLM(
+        llm = LLM(
             model,
             draft=draft,
             k=k,
+            tree=tree,
+            draft_vocab=draft_vocab,
             dtype=dtype,
             device=device,
             engine=engine,
             memory_limit=limit,
         )
+    for note in llm.notes:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    return llm
+
+
+def logit_bias(pairs: list[str] | None) -> dict[int, float]:
+    """`ID=VALUE` options as a mapping."""
+    bias = {}
+    for pair in pairs or ():
+        token, _, value = pair.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise UserError(f"--logit-bias {pair!r} is not of the form ID=VALUE") from None
+    return bias
+
+
+def text_or_file(value: str | None) -> str | None:
+    """An option's text, or that of the file which it names behind an @."""
+    if value is None or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"file '{value[1:]}' can't be read: {e}") from None
 
 
 @contextmanager

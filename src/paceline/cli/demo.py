@@ -85,7 +85,7 @@ def _speed(outputs: list[RequestOutput]) -> float:
 def demo(
     model: c.Model = c.DEFAULT_MODEL,
     draft: c.Draft = "ngram",
-    k: c.K = 8,
+    k: Annotated[int, typer.Option("-k", help="Tokens to draft a round at most.")] = 8,
     max_tokens: c.MaxTokens = 192,
     repeats: Annotated[
         int, typer.Option(min=1, help="Interleaved runs of each kind; medians count.")

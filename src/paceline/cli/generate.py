@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,17 +28,32 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     model: c.Model = c.DEFAULT_MODEL,
     draft: c.Draft = "ngram",
-    k: c.K = 4,
+    k: c.K = None,
+    tree: c.Tree = None,
+    draft_vocab: c.DraftVocab = "same",
     max_tokens: c.MaxTokens = 256,
     temperature: c.Temperature = 0.0,
     top_k: c.TopK = 0,
     top_p: c.TopP = 1.0,
     min_p: c.MinP = 0.0,
+    typical_p: c.TypicalP = 1.0,
+    repetition_penalty: c.RepetitionPenalty = 1.0,
+    presence_penalty: c.PresencePenalty = 0.0,
+    frequency_penalty: c.FrequencyPenalty = 0.0,
+    logit_bias: c.LogitBias = None,
+    allow_token: c.AllowToken = None,
+    ban_token: c.BanToken = None,
+    ban_word: c.BanWord = None,
+    json_schema: c.JsonSchema = None,
+    regex: c.Regex = None,
+    grammar: c.Grammar = None,
     seed: c.Seed = None,
     n: Annotated[int, typer.Option("--samples", help="Independent samples.")] = 1,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")
     ] = None,
+    stop_token: c.StopToken = None,
+    min_tokens: c.MinTokens = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")
     ] = False,
@@ -63,10 +79,23 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=c.logit_bias(logit_bias),
+        allowed_tokens=None if allow_token is None else tuple(allow_token),
+        banned_tokens=tuple(ban_token or ()),
+        banned_words=tuple(ban_word or ()),
+        min_tokens=min_tokens,
+        json_schema=c.text_or_file(json_schema),
+        regex=c.text_or_file(regex),
+        grammar=c.text_or_file(grammar),
         seed=seed,
         n=n,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token or ()),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         rule=rule,
@@ -75,6 +104,8 @@ def generate(
         model,
         draft=draft,
         k=k,
+        tree=tree,
+        draft_vocab=draft_vocab,
         dtype=dtype,
         device=device,
         kv_tokens=kv_tokens,
@@ -85,6 +116,10 @@ def generate(
         tokens = llm.chat_tokens([*first, {"role": "user", "content": text}])
     else:
         tokens = llm.tokens(text)
+    if llm.wants_fit:
+        with c.status("measuring acceptance for the Sequoia tree"):
+            shape = llm.fit_tree(tokens, replace(params, n=1, max_tokens=min(max_tokens, 64)))
+        c.console.print(f"note: tree of {shape.nodes} nodes, {shape.depth} deep", highlight=False)
     outputs = (
         llm.generate(tokens, params) if as_json or n > 1 else [_live(llm, tokens, params, show)]
     )
@@ -100,7 +135,7 @@ def generate(
             {
                 "model": llm.engine.model.info.name,
                 "draft": draft,
-                "k": k,
+                "k": llm.k,
                 "outputs": [c.output_dict(llm, o) for o in outputs],
                 "engine": llm.engine.usage(),
             }
@@ -165,4 +200,5 @@ def _summary(llm: LLM, outputs: list[RequestOutput], draft: str) -> None:
             + f", draft {draft}, tau {o.stats.tau:.2f}, ended by {o.finish_reason.value}, "
             f"{o.guarantee.value}[/dim]",
             highlight=False,
+            soft_wrap=True,
         )

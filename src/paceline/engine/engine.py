@@ -12,12 +12,14 @@ from paceline.core.draws import derive_seed
 from paceline.core.rules import AcceptanceRule, Guarantee, default_rule, rule_named
 from paceline.core.tree import TokenTree, chain
 from paceline.draft.base import Drafter
+from paceline.engine.admission import Admission, Encode
 from paceline.engine.policy import BudgetPolicy
 from paceline.engine.scheduler import Item, Scheduler
 from paceline.engine.step import Ends, judge, kv_moves, row_groups, truncate
 from paceline.engine.text import Decode
 from paceline.errors import UserError
 from paceline.models.base import KVStore, TargetModel, pack
+from paceline.sampling.grammar import Grammars
 from paceline.types import Request, RequestOutput, RequestStats, Sequence, StepOutput
 
 
@@ -81,6 +83,8 @@ class EngineStats:
         t.tau_histogram.update(stats.tau_histogram)
         t.proposed_at.update(stats.proposed_at)
         t.accepted_at.update(stats.accepted_at)
+        t.offered_rank.update(stats.offered_rank)
+        t.accepted_rank.update(stats.accepted_rank)
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -107,11 +111,14 @@ class Engine:
         *,
         eos_ids: frozenset[int] = frozenset(),
         decode: Decode | None = None,
+        encode: Encode | None = None,
+        grammars: Grammars | None = None,
         vocab_size: int | None = None,
         audit: bool = False,
     ) -> None:
         """eos_ids: tokens that end a generation. decode: output ids to text, where there is
-        a tokenizer. vocab_size: tokens that a prompt may hold (the model's, if not given).
+        a tokenizer. encode: text to ids without special tokens, for banned words. grammars:
+        compiler of grammars. vocab_size: tokens that a prompt may hold (the model's, if not given).
         audit: check all cache invariants after every step (for tests)."""
         self.model = model
         self.drafter = drafter
@@ -120,6 +127,7 @@ class Engine:
         self.stats = EngineStats()
         self._vocab_size = vocab_size or model.info.vocab_size
         self._decode = decode
+        self._admission = Admission(self._vocab_size, eos_ids, encode, grammars)
         self._audit = audit
         max_length = min(model.info.max_context, config.n_blocks * config.block_size)
         self._ends = Ends(eos_ids, max_length, decode)
@@ -148,11 +156,14 @@ class Engine:
         """Queue a request; the id of each of its `n` samples. UserError where it can't be
         served as asked."""
         self.check(request)
+        request = self._admission.resolve(request)
         seed = request.params.seed
         base = secrets.randbits(64) if seed is None else seed
         ids = []
         for index in range(request.params.n):
             seq = Sequence(self._next_id, request, derive_seed(base, index), index)
+            seq.end_ids = self._admission.end_ids(request.params)
+            seq.grammar = self._admission.cursor(request.params)
             self._next_id += 1
             self._sequences[seq.id] = seq
             self.scheduler.add(seq)
@@ -179,6 +190,7 @@ class Engine:
             raise UserError("stop strings need a tokenizer, and this model has none")
         if params.logprobs is not None and params.logprobs > self._vocab_size:
             raise UserError(f"logprobs = {params.logprobs} exceeds the vocabulary")
+        self._admission.check(request)
         if params.rule is not None:
             # Refuse now what the rule could only refuse in the middle of a generation.
             try:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from paceline.cache.allocator import BlockAllocator, OutOfBlocks
 from paceline.cache.prefix import PrefixCache
@@ -250,6 +251,10 @@ def _count(seq: Sequence, tree: TokenTree, verdict: Verdict, commit: Commit) -> 
         stats.proposed_at[depth] += 1
     for depth in range(len(verdict.path)):
         stats.accepted_at[depth] += 1
+    for node, chosen in zip_longest(path, verdict.path):
+        for rank, child in enumerate(tree.children[node]):
+            stats.offered_rank[rank] += 1
+            stats.accepted_rank[rank] += child == chosen
     if stats.first_token is None and commit.tokens:
         stats.first_token = time.perf_counter()
 

@@ -20,7 +20,8 @@ from paceline.core.tree import TokenTree
 from paceline.engine.scheduler import Commit, Item, origins
 from paceline.engine.text import Decode, advance, find_stop, held_back
 from paceline.models.base import Int32, RowGroup
-from paceline.sampling.law import BadLogits, build_laws
+from paceline.sampling.context import tree_rows
+from paceline.sampling.law import BadLogits, NoTokenLeft, build_laws
 from paceline.types import FinishReason, Sequence, TextState, TokenOut
 
 
@@ -67,13 +68,13 @@ def judge(
     rule_for: Callable[[Sequence, TokenTree], AcceptanceRule],
 ) -> list[Judged]:
     """A verdict for every sequence that decides; a request with unusable logits fails alone."""
-    params = [
-        item.seq.params
+    rows = [
+        row
         for item, tree in zip(items, trees, strict=True)
         if tree is not None
-        for _ in tree.tokens
+        for row in tree_rows(item.seq, tree.tokens, tree.parents)
     ]
-    laws = build_laws(logits_RV, params)
+    laws = build_laws(logits_RV, rows)
     judged = []
     row = 0
     for item, tree in zip(items, trees, strict=True):
@@ -98,6 +99,12 @@ def _judge_one(
         verdict = rule.accept(tree, laws, KeyedDraws(seq.seed, len(seq.tokens)))
     except BadLogits:
         why = f"the model's logits are NaN or infinite at position {len(seq.tokens)}"
+        return Judged(None, None, row, why)
+    except NoTokenLeft:
+        why = (
+            f"no token may follow at position {len(seq.tokens)} or just behind: allowed and "
+            "banned tokens, banned words and the grammar together leave none"
+        )
         return Judged(None, None, row, why)
     return Judged(verdict, rule.guarantee, row)
 

@@ -111,9 +111,7 @@ class TabularModel:
         rows = [self._row(batch, kv, int(r)) for r in batch.wanted_R]
         logits_RV = np.stack(rows) if rows else np.zeros((0, self.info.vocab_size), np.float32)
         hidden = torch.from_numpy(batch.tokens_N.astype(np.float32)).unsqueeze(1)
-        return TargetOutput(
-            logits_RV=torch.from_numpy(logits_RV), taps=dict.fromkeys(taps, hidden)
-        )
+        return TargetOutput(logits_RV=torch.from_numpy(logits_RV), taps=dict.fromkeys(taps, hidden))
 
     def _row(self, batch: Batch, kv: TokenStore, row: int) -> Logits:
         b = int(np.searchsorted(batch.starts_B1, row, side="right")) - 1

@@ -16,7 +16,7 @@ import torch
 
 from paceline.core.law import Law, PointLaw, WeightLaw
 from paceline.proof.laws import ExactLaw
-from paceline.sampling.law import transform
+from paceline.sampling.filters import Filters, transform
 
 Prefix = tuple[int, ...]
 Table = npt.NDArray[np.float64]  # [prefixes, V]
@@ -159,39 +159,30 @@ def smaller(rng: np.random.Generator, size: int, depth: int) -> World:
     return world(p, _table(rng, max(size - 1, 1), depth), depth)
 
 
-@dataclass(frozen=True)
-class Filter:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-    def __call__(self, logits: Table) -> Table:
-        rows = transform(
-            torch.from_numpy(logits), self.temperature, self.top_k, self.top_p, self.min_p
-        )
-        return rows.numpy().astype(np.float64)
+def apply(logits: Table, filters: Filters) -> Table:
+    """[prefixes, V] logits to weights, by production's transforms."""
+    return transform(torch.from_numpy(logits), filters).numpy().astype(np.float64)
 
 
-PLAIN = Filter()
+PLAIN = Filters()
 FILTERS = (
-    Filter(temperature=0.6),
-    Filter(temperature=1.7),
-    Filter(top_k=2),
-    Filter(top_p=0.7),
-    Filter(min_p=0.3),
-    Filter(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05),
+    Filters(temperature=0.6),
+    Filters(temperature=1.7),
+    Filters(top_k=2),
+    Filters(top_p=0.7),
+    Filters(min_p=0.3),
+    Filters(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05),
 )
 
 
-def filtered(p_filter: Filter, q_filter: Filter) -> Maker:
+def filtered(p_filter: Filters, q_filter: Filters) -> Maker:
     """Random logits through production's transforms, the same or different ones per side."""
 
     def make(rng: np.random.Generator, size: int, depth: int) -> World:
         shape = (len(prefixes(size, depth)), size)
         logits = rng.normal(0.0, 1.5, shape)
         q_logits = logits + rng.normal(0.0, rng.choice([0.3, 1.5]), shape)
-        return world(p_filter(logits), q_filter(q_logits), depth)
+        return world(apply(logits, p_filter), apply(q_logits, q_filter), depth)
 
     return make
 
