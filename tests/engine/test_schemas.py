@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from devices import CONFIG, draft_cache
 from toy_grammar import toy_grammars
 
@@ -97,10 +95,8 @@ def test_a_schema_is_always_met(name: str, runs: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(smollm_path: Path) -> Iterator[LLM]:
-    torch.set_num_threads(2)
-    yield LLM("smollm2-135m", draft="ngram", dtype="float32")
-    torch.set_num_threads(1)
+def llm(smollm_path: Path) -> LLM:
+    return LLM("smollm2-135m", draft="ngram", dtype="float32")
 
 
 def test_extraction_with_copied_drafts_equals_plain_decoding(llm: LLM) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,14 +40,6 @@ PROMPTS = [
     "The quick brown fox",
     "Photosynthesis converts",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    """Real matrices do gain from a second core."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +86,16 @@ def test_greedy_tokens_equal_transformers(llm: LLM, reference) -> None:
         assert list(output.token_ids) == expected
 
 
-@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("k", [3, 16])
 def test_speculative_text_equals_plain_text(llm: LLM, k: int) -> None:
     code = "Repeat this code:\n```python\nfor i in range(10):\n    print(i, i * i)\n```\n"
     prompts = [llm.chat_tokens([{"role": "user", "content": code}]), PROMPTS[1]]
-    plain = llm.generate(prompts, SamplingParams(max_tokens=48, k=0))
-    fast = llm.generate(prompts, SamplingParams(max_tokens=48, k=k))
+    plain = llm.generate(prompts, SamplingParams(max_tokens=32, k=0))
+    fast = llm.generate(prompts, SamplingParams(max_tokens=32, k=k))
     assert [(o.token_ids, o.text) for o in fast] == [(o.token_ids, o.text) for o in plain]
     assert fast[0].stats.accepted > 0
     sampled = [
-        llm.generate(prompts, SamplingParams(max_tokens=32, k=n, temperature=0.8, seed=5))
+        llm.generate(prompts, SamplingParams(max_tokens=16, k=n, temperature=0.8, seed=5))
         for n in (0, k)
     ]
     assert [o.token_ids for o in sampled[0]] == [o.token_ids for o in sampled[1]]

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from paceline.cli import common as c
 from paceline.errors import UserError
@@ -77,7 +76,7 @@ def chat(
             c.console.print(f"unknown command {line}: use /clear or /exit", style="yellow")
             continue
         messages.append({"role": "user", "content": line})
-        answer = ""
+        answer, painter = "", c.Painter(llm)
         try:
             stream = llm.stream(llm.chat_tokens(messages), params)
             for step in stream:
@@ -86,11 +85,7 @@ def chat(
                     sys.stdout.write(step.text)
                     sys.stdout.flush()
                     continue
-                for token in step.tokens:
-                    text = llm.tokenizer.token_text(token.id)
-                    out.print(
-                        Text(text, style=c.STYLES[token.origin.value]), end="", soft_wrap=True
-                    )
+                out.print(painter.paint(step.tokens), end="", soft_wrap=True)
         except KeyboardInterrupt:
             stream.close()  # the cache blocks are free again; what was said stays
         except UserError as e:

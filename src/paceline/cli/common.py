@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from paceline.api import LLM
 from paceline.engine.engine import EngineConfig
@@ -175,6 +176,28 @@ def status(text: str) -> Iterator[None]:
         return
     with console.status(text):
         yield
+
+
+class Painter:
+    """Tokens as coloured text; a character that spans tokens has the colour of its last."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._tokenizer = llm.tokenizer
+        self._held = b""
+
+    def paint(self, tokens: Iterable[TokenOut]) -> Text:
+        text = Text()
+        for token in tokens:
+            self._held += self._tokenizer.token_bytes(token.id)
+            try:
+                piece = self._held.decode()
+            except UnicodeDecodeError as e:
+                if e.reason == "unexpected end of data":
+                    continue  # the rest of the character is in the next token
+                piece = self._held.decode(errors="replace")
+            self._held = b""
+            text.append(piece, style=STYLES[token.origin.value])
+        return text
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -148,9 +148,7 @@ def _print_pair(llm: LLM, comparison: Comparison) -> None:
         ("plain", comparison.plain[0]),
         ("speculative", comparison.speculative[0]),
     ):
-        text = Text()
-        for token in output.tokens:
-            text.append(llm.tokenizer.token_text(token.id), style=c.STYLES[token.origin.value])
+        text = c.Painter(llm).paint(output.tokens)
         panels.append(Panel(text, title=f"{comparison.name}: {title}", width=c.console.width // 2))
     c.console.print(Columns(panels, padding=0))
     legend = Text("accepted draft", style="green")

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from paceline.api import LLM
 from paceline.cli import common as c
@@ -126,7 +125,7 @@ def generate(
     for output in outputs if n > 1 and not as_json else ():
         c.console.print(f"[dim]sample {output.index}[/dim]")
         if show:
-            _print_coloured(llm, output)
+            Console().print(c.Painter(llm).paint(output.tokens), soft_wrap=True)
         else:
             print(output.text)
     _summary(llm, outputs, draft)
@@ -166,13 +165,11 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def _live(llm: LLM, tokens: tuple[int, ...], params: SamplingParams, show: bool) -> RequestOutput:
     """Print text as it comes."""
-    out = Console()
+    out, painter = Console(), c.Painter(llm)
     stream = llm.stream(tokens, params)
     for step in stream:
         if show:
-            for token in step.tokens:
-                text = llm.tokenizer.token_text(token.id)
-                out.print(Text(text, style=c.STYLES[token.origin.value]), end="", soft_wrap=True)
+            out.print(painter.paint(step.tokens), end="", soft_wrap=True)
         else:
             sys.stdout.write(step.text)
             sys.stdout.flush()
@@ -181,13 +178,6 @@ def _live(llm: LLM, tokens: tuple[int, ...], params: SamplingParams, show: bool)
     stream.close()
     print(flush=True)
     return result
-
-
-def _print_coloured(llm: LLM, output: RequestOutput) -> None:
-    text = Text()
-    for token in output.tokens:
-        text.append(llm.tokenizer.token_text(token.id), style=c.STYLES[token.origin.value])
-    Console().print(text, soft_wrap=True)
 
 
 def _summary(llm: LLM, outputs: list[RequestOutput], draft: str) -> None:

@@ -199,7 +199,8 @@ class Engine:
             except ValueError as e:
                 raise UserError(str(e)) from None
 
-    def _rule_for(self, seq: Sequence, tree: TokenTree) -> AcceptanceRule:
+    def rule_for(self, seq: Sequence, tree: TokenTree) -> AcceptanceRule:
+        """The request's rule, else the best exact one (measurements override this)."""
         if seq.params.rule is not None:
             return rule_named(seq.params.rule)
         return default_rule(tree, seq.params.greedy)
@@ -220,7 +221,7 @@ class Engine:
         passing = time.perf_counter()
         output = self.model.forward(batch, self._kv, taps=self.drafter.taps)
         passed = time.perf_counter()
-        judged = judge(items, trees, output.logits_RV, self._rule_for)
+        judged = judge(items, trees, output.logits_RV, self.rule_for)
         commits = truncate(items, trees, judged, output.logits_RV, self._ends)
         moves = kv_moves(items, commits, self.config.block_size)
         if moves is not None:
