@@ -88,13 +88,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     parser.add_argument("--peer", action="store_true", help="also run transformers")
     args = parser.parse_args()
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     stride = max(1, len(lines) // args.count)
     prompts = [json.loads(line)["turns"][0] for line in lines[::stride][: args.count]]
 
-    llm = LLM(args.model, draft=args.draft, k=args.k)
+    llm = LLM(args.model, draft=args.draft, k=args.k, dtype=args.dtype)
     theirs = in_transformers(args.model) if args.peer else None
     plain, fast, peer, taus, same = [], [], [], [], 0
     for i, prompt in enumerate(prompts):
@@ -119,6 +120,7 @@ def main() -> None:
     result = {
         "model": args.model,
         "draft": args.draft,
+        "dtype": llm.engine.model.info.dtype,
         "k": args.k,
         "prompts": len(prompts),
         "identical": same,

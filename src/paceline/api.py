@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+
+import torch
 
 from paceline.core.shapes import TreeShape, best_shape
 from paceline.draft.tree import TreeDrafter
@@ -16,6 +19,7 @@ from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
 from paceline.models.loading import open_checkpoint
 from paceline.models.memory import available_bytes, check_memory
+from paceline.models.native import NativeModel
 from paceline.registry import DraftSpec, plan_drafter
 from paceline.sampling.grammar import Grammars, Vocabulary
 from paceline.types import Request, RequestOutput, RequestStats, SamplingParams, StepOutput
@@ -33,7 +37,9 @@ class LLM:
     tree: trees from a draft model: `3x2x1`, `top:3x2x1`, `paths:12` or `sequoia:12` (which
         starts as 4x2x1 until `fit_tree`); see docs/drafters.md.
     draft_vocab: `same`; or `intersect`, `slem` for a draft with another tokenizer.
-    dtype: auto, bfloat16 or float32; device: auto, cpu or cuda.
+    draft_weights: on the native core, `fast` (4 bits, frequent tokens) or `stored`.
+    dtype: auto (on a CPU the native core for quantised weights), bfloat16 or float32.
+    device: auto, cpu or cuda.
     memory_limit: bytes that weights and caches may take (default: what is free).
 
     Thread-safe; requests of all threads share one batch. Raises UserError for anything
@@ -48,12 +54,13 @@ class LLM:
         k: int | None = None,
         tree: str | None = None,
         draft_vocab: str = "same",
+        draft_weights: str = "fast",
         dtype: str = "auto",
         device: str = "auto",
         engine: EngineConfig | None = None,
         memory_limit: int | None = None,
     ) -> None:
-        spec = DraftSpec(name=draft, tree=tree, vocabulary=draft_vocab)
+        spec = DraftSpec(name=draft, tree=tree, vocabulary=draft_vocab, weights=draft_weights)
         SamplingParams(k=k)  # the same bounds, the same message
         config = engine or EngineConfig()
         target = open_checkpoint(model, dtype=dtype, device=device)
@@ -78,8 +85,13 @@ class LLM:
             eos_ids=frozenset(i for i in eos_ids if i < tokenizer.vocab_size),
             encode=lambda text: tokenizer.encode(text, add_special=False),
         )
+        model = target.load()
+        if isinstance(model, NativeModel):
+            # Torch builds the laws between passes. Its threads wait by spinning, and so do the
+            # core's: on the same cores each would halve the other's speed.
+            torch.set_num_threads(1)
         self.engine = Engine(
-            target.load(),
+            model,
             plan.build(),
             FixedBudget(k),
             config,
@@ -92,6 +104,10 @@ class LLM:
         self.notes = (*target.config.notes, *plan.notes)
         self._tree = plan.tree
         self.k = k
+        # Vocabularies are hundreds of thousands of objects that never die: without this, the
+        # garbage collector scans them now and then, for a tenth of a second.
+        gc.collect()
+        gc.freeze()
         self._lock = threading.Lock()
         self._inbox: dict[int, deque[StepOutput]] = {}
 

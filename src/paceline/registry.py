@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
@@ -25,19 +25,24 @@ from paceline.models.tokenizer import Tokenizer, first_mismatch
 #: Drafters without a model of their own.
 LIGHT = ("none", "ngram")
 VOCABULARIES = ("same", "intersect", "slem")
+WEIGHTS = ("fast", "stored")
 MAX_NODES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSpec:
     """What the user asked for. name: none, ngram, or a model. tree: see `parse_tree`.
-    vocabulary: same, intersect or slem."""
+    vocabulary: same, intersect or slem. weights: on the native core, `fast` re-quantises the
+    draft to 4 bits and cuts its head to frequent tokens; `stored` takes the file as it is."""
 
     name: str = "none"
     tree: str | None = None
     vocabulary: str = "same"
+    weights: str = "fast"
 
     def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise UserError(f"unknown draft weights {self.weights!r}: use {', '.join(WEIGHTS)}")
         if self.vocabulary not in VOCABULARIES:
             raise UserError(
                 f"unknown draft vocabulary {self.vocabulary!r}: use {', '.join(VOCABULARIES)}"
@@ -112,7 +117,9 @@ def plan_drafter(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> D
         return DraftPlan(build=NoDrafter, memory={})
     if spec.name == "ngram":
         return DraftPlan(build=NgramDrafter, memory={})
-    dtype = str(target.dtype).removeprefix("torch.")
+    # A draft's precision is its own affair: on a CPU it takes the fastest path there is.
+    on_cpu = target.device.type == "cpu"
+    dtype = "auto" if on_cpu else str(target.dtype).removeprefix("torch.")
     try:
         draft = open_checkpoint(spec.name, dtype=dtype, device=str(target.device))
     except UserError as e:
@@ -120,6 +127,11 @@ def plan_drafter(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> D
     if spec.vocabulary == "same":
         _check_same(spec.name, target, draft)
     vocabulary, notes = _vocabulary(spec, target, draft)
+    if spec.weights == "fast" and draft.native:
+        draft = replace(draft, fast=True)
+        head = draft.fast_head
+        cut = "" if head is None else f", its head cut to {len(head)} frequent tokens"
+        notes += (f"the draft is re-quantised to 4 bits{cut} (--draft-weights stored: not)",)
     stretch = STRETCH if spec.vocabulary == "slem" else vocabulary.stretch
     n_blocks = stretch * config.n_blocks
     tree = parse_tree(spec.tree)

@@ -39,6 +39,10 @@ Tree = Annotated[
 DraftVocab = Annotated[
     str, typer.Option(help="same; intersect or slem for a draft with another tokenizer.")
 ]
+DraftWeights = Annotated[
+    str,
+    typer.Option(help="On the native core: fast (4 bits, frequent tokens) or stored."),
+]
 K = Annotated[
     int | None,
     typer.Option(
@@ -47,7 +51,9 @@ K = Annotated[
         show_default="4, or the whole tree",
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.")]
+Dtype = Annotated[
+    str, typer.Option(help="auto (native core for quantised weights on a CPU), bfloat16, float32.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 KvTokens = Annotated[int, typer.Option(help="Tokens that the key/value cache holds.")]
 MemoryLimit = Annotated[
@@ -121,6 +127,7 @@ def load(
     k: int | None = None,
     tree: str | None = None,
     draft_vocab: str = "same",
+    draft_weights: str = "fast",
     dtype: str = "auto",
     device: str = "auto",
     kv_tokens: int = 16384,
@@ -136,6 +143,7 @@ def load(
             k=k,
             tree=tree,
             draft_vocab=draft_vocab,
+            draft_weights=draft_weights,
             dtype=dtype,
             device=device,
             engine=engine,

@@ -1,0 +1,259 @@
+// The phases of a layer. Within a phase threads touch disjoint data; model.cpp puts a barrier
+// after each.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "chunk.h"
+#include "layout.h"
+#include "model.h"
+#include "tiles.h"
+#include "workspace.h"
+
+namespace paceline {
+
+// Token embeddings and rotary angles; rows are dealt out to the threads.
+void Model::embed(Chunk& c, int thread) {
+  Workspace& w = *work_;
+  const std::ptrdiff_t D = config.hidden, half = config.head_size / 2;
+  for (int r = thread; r < c.rows; r += c.n_threads) {
+    float* x = w.x.get() + r * D;
+    unpack_row(embedding, c.pass.tokens[c.row0 + r], x);
+    if (config.embedding_scale != 1.0f)
+      for (int i = 0; i < D; ++i) x[i] *= config.embedding_scale;
+    const double position = c.pass.positions[c.row0 + r];
+    for (int i = 0; i < half; ++i) {
+      const double angle = position * config.inverse_frequencies[size(i)];
+      w.cos.get()[r * half + i] = static_cast<float>(std::cos(angle)) * config.rope_scale;
+      w.sin.get()[r * half + i] = static_cast<float>(std::sin(angle)) * config.rope_scale;
+    }
+  }
+}
+
+void Model::prepare_row(const float* x, int width, const float* norm, int row, float* scratch,
+                        const Act& out) {
+  const float* y = x;
+  if (norm != nullptr) {
+    float* to = out.f != nullptr ? out.f + static_cast<std::ptrdiff_t>(row) * width : scratch;
+    kernels->rms_norm(x, norm, width, config.eps, to);
+    y = to;
+  } else if (out.f != nullptr) {
+    std::memcpy(out.f + static_cast<std::ptrdiff_t>(row) * width, x, size(width) * sizeof(float));
+  }
+  if (out.q != nullptr) kernels->quantize(y, 0, row, 1, 0, width / GROUP, out);
+}
+
+const Act& Model::prepare(Chunk& c, int thread, Place place, const float* norm) {
+  Workspace& w = *work_;
+  ThreadSpace& own = w.threads[size(thread)];
+  const bool solo = c.rows <= SOLO_ROWS;
+  const Act& out = solo ? own.act[place].act() : w.act[place].act();
+  const float* from = place == ATTENDED ? w.attended.get() : w.x.get();
+  for (int r = solo ? 0 : thread; r < c.rows; r += solo ? 1 : c.n_threads) {
+    const float* x = from + static_cast<std::ptrdiff_t>(r) * out.n_in;
+    if (place == ATTENDED && c.by_split) {
+      fold_splits(c, r, own.row.get());
+      x = own.row.get();
+    }
+    prepare_row(x, out.n_in, norm, r, own.row.get(), out);
+  }
+  if (!solo) Pool::instance().barrier();
+  return out;
+}
+
+// Queries, keys and values, one head at a time: a head's tiles, bias, norm and rotation, and
+// for keys and values the write to the cache.
+void Model::attention_inputs(Chunk& c, int thread, int layer) {
+  Workspace& w = *work_;
+  const Layer& l = layers[size(layer)];
+  const int E = config.head_size, H = config.heads, K = config.kv_heads;
+  const Act& a = prepare(c, thread, LAYER_INPUT, l.attention_norm);
+  float* out = w.threads[size(thread)].tiles.get();
+  float* row = w.threads[size(thread)].row.get();
+  const float scale = 1.0f / std::sqrt(static_cast<float>(E));
+  Shares& heads = w.shares[size(PHASES * layer + QKV)];
+  for (int begin = 0, end = 0; heads.next(thread, begin, end);) {
+    for (int unit = begin; unit < end; ++unit) {
+      const bool is_q = unit < H, is_k = !is_q && unit < H + K;
+      const int head = is_q ? unit : is_k ? unit - H : unit - H - K;
+      const Linear& weights = is_q ? l.q : is_k ? l.k : l.v;
+      const float* bias = is_q ? l.q_bias : is_k ? l.k_bias : l.v_bias;
+      const float* norm = is_q ? l.q_norm : is_k ? l.k_norm : nullptr;
+      kernels->linear(weights, a, head * E / TILE, (head + 1) * E / TILE, out, E, false);
+      for (int r = 0; r < c.rows; ++r) {
+        float* x = out + static_cast<std::ptrdiff_t>(r) * E;
+        if (bias != nullptr)
+          for (int i = 0; i < E; ++i) x[i] += bias[head * E + i];
+        if (norm != nullptr) {
+          std::memcpy(row, x, size(E) * sizeof(float));
+          kernels->rms_norm(row, norm, E, config.eps, x);
+        }
+        if (is_q || is_k)
+          kernels->rope(x, w.cos.get() + static_cast<std::ptrdiff_t>(r) * (E / 2),
+                        w.sin.get() + static_cast<std::ptrdiff_t>(r) * (E / 2), E);
+        if (is_q) {
+          float* q = w.q.get() + (static_cast<std::ptrdiff_t>(r) * H + head) * E;
+          for (int i = 0; i < E; ++i) q[i] = x[i] * scale;
+        } else {
+          std::uint16_t* plane = (is_k ? c.keys : c.values) +
+                                 static_cast<std::ptrdiff_t>(head) * c.pass.n_slots * E;
+          kernels->to_f16(x, E, plane + static_cast<std::ptrdiff_t>(c.pass.slots[c.row0 + r]) * E);
+        }
+      }
+    }
+  }
+}
+
+void Model::attention(Chunk& c, int thread, int layer) {
+  const int K = config.kv_heads, splits = c.by_split ? c.max_splits : 1;
+  Shares& items = work_->shares[size(PHASES * layer + ATTEND)];
+  for (int begin = 0, end = 0; items.next(thread, begin, end);) {
+    for (int item = begin; item < end; ++item) {
+      const RowGroup rows = work_->groups[size(item / (K * splits))];
+      const int split = item / K % splits, kv_head = item % K;
+      if (c.by_split) attend(c, thread, rows, kv_head, split, split + 1);
+      else attend(c, thread, rows, kv_head, 0, c.max_splits);
+    }
+  }
+}
+
+// The query heads that share kv_head, of a few rows, over splits [split0, split1) of their keys.
+// Splits are fixed ranges of positions, folded in order, here or in fold_splits: same bits.
+void Model::attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split0, int split1) {
+  Workspace& w = *work_;
+  ThreadSpace& own = w.threads[size(thread)];
+  const std::ptrdiff_t E = config.head_size, H = config.heads, G = H / config.kv_heads;
+  float* split_out = own.attention.get() + attention_scratch(static_cast<int>(G), static_cast<int>(E));
+  float* split_max = split_out + ATTEND_ROWS * G * E;  // [rows, G]
+  float* split_sum = split_max + ATTEND_ROWS * G;
+  float* total_max = split_sum + ATTEND_ROWS * G;
+  float* total_sum = total_max + ATTEND_ROWS * G;
+  const auto final_out = [&](int r) { return w.attended.get() + ((rows.first + r) * H + kv_head * G) * E; };
+  SplitJob job;
+  job.keys = c.keys + kv_head * c.pass.n_slots * E;
+  job.values = c.values + kv_head * c.pass.n_slots * E;
+  job.n_heads = static_cast<int>(G);
+  job.head_size = static_cast<int>(E);
+  job.scratch = own.attention.get();
+  for (int split = split0; split < split1; ++split) {
+    job.n_rows = 0;
+    int of[ATTEND_ROWS];  // the job's rows, as members of the group
+    for (int r = 0; r < rows.n; ++r) {
+      const Path& path = w.paths[size(c.row0 + rows.first + r)];
+      const int n = std::min(SPLIT, path.n_committed + path.n_own - split * SPLIT);
+      if (n <= 0) continue;
+      of[job.n_rows] = r;
+      SplitJob::Row& row = job.row[job.n_rows++];
+      row.q = w.q.get() + ((rows.first + r) * H + kv_head * G) * E;
+      row.slots = split_slots(path, split, n, own.slots.get() + r * SPLIT);
+      row.n = n;
+      const std::ptrdiff_t at = ((rows.first + r) * c.max_splits + split) * H + kv_head * G;
+      row.max = c.by_split ? w.split_max.get() + at : (split > 0 ? split_max : total_max) + r * G;
+      row.sum = c.by_split ? w.split_sum.get() + at : (split > 0 ? split_sum : total_sum) + r * G;
+      row.out = c.by_split ? w.split_out.get() + at * E : split > 0 ? split_out + r * G * E : final_out(r);
+    }
+    if (job.n_rows == 0) break;
+    kernels->attend_split(job);
+    if (c.by_split || split == 0) continue;
+    for (int i = 0; i < job.n_rows; ++i)
+      for (int g = 0; g < G; ++g)
+        kernels->fold(total_max + of[i] * G + g, total_sum + of[i] * G + g, final_out(of[i]) + g * E,
+                      job.row[i].max[g], job.row[i].sum[g], job.row[i].out + g * E, job.head_size);
+  }
+  for (int r = 0; r < rows.n && !c.by_split; ++r)
+    for (int g = 0; g < G; ++g)
+      kernels->finish(final_out(r) + g * E, total_sum[r * G + g], job.head_size);
+}
+
+// Slots of the n keys of a split, in order of position; `room` is used where they are not
+// contiguous in the path.
+const std::int32_t* Model::split_slots(const Path& path, int split, int n, std::int32_t* room) const {
+  const int first = split * SPLIT;
+  if (first + n <= path.n_committed) return path.committed + first;
+  const std::int32_t* own = work_->lists[size(path.list)].data();
+  for (int i = 0; i < n; ++i) {
+    const int at = first + i;
+    room[i] = at < path.n_committed ? path.committed[at] : own[at - path.n_committed];
+  }
+  return room;
+}
+
+// Attention output of a row, [H E], from its stored splits.
+void Model::fold_splits(Chunk& c, int row, float* out) {
+  Workspace& w = *work_;
+  const int E = config.head_size, H = config.heads;
+  const Path& path = w.paths[size(c.row0 + row)];
+  const int splits = (path.n_committed + path.n_own + SPLIT - 1) / SPLIT;
+  for (int h = 0; h < H; ++h) {
+    const auto at = [&](int split) {
+      return (static_cast<std::ptrdiff_t>(row) * c.max_splits + split) * H + h;
+    };
+    float* o = out + static_cast<std::ptrdiff_t>(h) * E;
+    std::memcpy(o, w.split_out.get() + at(0) * E, size(E) * sizeof(float));
+    float top = w.split_max.get()[at(0)], sum = w.split_sum.get()[at(0)];
+    for (int s = 1; s < splits; ++s)
+      kernels->fold(&top, &sum, o, w.split_max.get()[at(s)], w.split_sum.get()[at(s)],
+                    w.split_out.get() + at(s) * E, E);
+    kernels->finish(o, sum, E);
+  }
+}
+
+// x += weights . a
+void Model::project(Chunk& c, int thread, const Linear& weights, const Act& a, int share) {
+  float* x = work_->x.get();
+  Shares& tiles = work_->shares[size(share)];
+  (void)c;
+  for (int begin = 0, end = 0; tiles.next(thread, begin, end);)
+    kernels->linear(weights, a, begin, end, x + begin * TILE, config.hidden, true);
+}
+
+// silu(gate) * up, 32 outputs at a time, straight into the quantised input of `down`.
+void Model::mlp(Chunk& c, int thread, int layer, const Act& a) {
+  Workspace& w = *work_;
+  const Layer& l = layers[size(layer)];
+  const Act& out = w.middle.act();
+  const int at_once = mlp_units(c.rows), width = at_once * GROUP;
+  float* gate = w.threads[size(thread)].tiles.get();
+  float* up = gate + static_cast<std::ptrdiff_t>(c.rows) * width;
+  Shares& units = w.shares[size(PHASES * layer + GATE_UP)];
+  for (int begin = 0, end = 0; units.next(thread, begin, end);) {
+    for (int unit = begin; unit < end; unit += at_once) {
+      const int last = std::min(unit + at_once, end);
+      const int i0 = unit * GROUP, i1 = std::min(last * GROUP, config.intermediate);
+      kernels->linear(l.gate, a, i0 / TILE, i1 / TILE, gate, width, false);
+      kernels->linear(l.up, a, i0 / TILE, i1 / TILE, up, width, false);
+      for (int r = 0; r < c.rows; ++r) {
+        float* g = gate + static_cast<std::ptrdiff_t>(r) * width;
+        kernels->silu_mul(g, up + static_cast<std::ptrdiff_t>(r) * width, i1 - i0);
+        if (out.f != nullptr)
+          std::memcpy(out.f + static_cast<std::ptrdiff_t>(r) * config.intermediate + i0, g,
+                      size(i1 - i0) * sizeof(float));
+      }
+      if (out.q != nullptr) kernels->quantize(gate, width, 0, c.rows, unit, last - unit, out);
+    }
+  }
+}
+
+// Final norm and logits of the wanted rows.
+void Model::output(Chunk& c, int thread) {
+  Workspace& w = *work_;
+  const std::ptrdiff_t D = config.hidden;
+  const Pass& pass = c.pass;
+  if (pass.final_tap != nullptr)
+    for (int r = thread; r < c.rows; r += c.n_threads)
+      kernels->rms_norm(w.x.get() + r * D, final_norm, config.hidden, config.eps,
+                        pass.final_tap + (c.row0 + r) * D);
+  if (c.n_wanted == 0) return;
+  const Act& a = w.last.act();
+  for (int i = thread; i < c.n_wanted; i += c.n_threads) {
+    const int row = pass.wanted[c.wanted0 + i] - c.row0;
+    prepare_row(w.x.get() + row * D, config.hidden, final_norm, i, w.threads[size(thread)].row.get(), a);
+  }
+  Pool::instance().barrier();
+  float* logits = pass.logits + static_cast<std::ptrdiff_t>(c.wanted0) * head.n_out;
+  Shares& tiles = w.shares.back();
+  for (int begin = 0, end = 0; tiles.next(thread, begin, end);)
+    kernels->linear(head, a, begin, end, logits + begin * TILE, head.n_out, false);
+}
+
+}  // namespace paceline

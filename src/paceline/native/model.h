@@ -1,0 +1,114 @@
+// A whole decoder forward pass over packed rows (llama, qwen2, qwen3 shapes).
+//
+// Letters: D hidden, H query heads, K key/value heads, G = H / K, E head size, I MLP width,
+// L layers, N rows of a pass, V vocabulary.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "pool.h"
+#include "types.h"
+
+namespace paceline {
+
+struct Layer {
+  Linear q, k, v, o, gate, up, down;
+  const float* attention_norm = nullptr;  // [D]
+  const float* mlp_norm = nullptr;        // [D]
+  const float* q_bias = nullptr;          // [H E], nullptr where the model has none
+  const float* k_bias = nullptr;          // [K E]
+  const float* v_bias = nullptr;
+  const float* q_norm = nullptr;          // [E]
+  const float* k_norm = nullptr;
+};
+
+struct Config {
+  int hidden = 0, intermediate = 0, heads = 0, kv_heads = 0, head_size = 0;
+  float eps = 1e-6f;
+  float embedding_scale = 1.0f;
+  float rope_scale = 1.0f;                // factor on cos and sin
+  std::vector<double> inverse_frequencies;  // [E / 2]
+};
+
+// One pass; every pointer is borrowed from the caller for its duration.
+struct Pass {
+  int n_rows = 0, n_seqs = 0, n_wanted = 0, block_size = 0;
+  const std::int32_t* tokens = nullptr;     // [N]
+  const std::int32_t* positions = nullptr;  // [N]
+  const std::int32_t* parents = nullptr;    // [N], relative to the sequence's first row
+  const std::int32_t* slots = nullptr;      // [N]
+  const std::int32_t* starts = nullptr;     // [n_seqs + 1]
+  const std::int32_t* contexts = nullptr;   // [n_seqs]
+  std::vector<const std::int32_t*> tables;  // per sequence: block ids
+  const std::int32_t* wanted = nullptr;     // [n_wanted], ascending
+  std::uint16_t* kv = nullptr;              // [L, 2, K, n_slots, E] fp16
+  std::int64_t n_slots = 0;
+  const std::uint8_t* run_attention = nullptr;  // [L] or nullptr: all
+  const std::uint8_t* run_mlp = nullptr;
+  std::vector<float*> taps;                 // [L + 1]: [N, D] or nullptr
+  float* final_tap = nullptr;               // [N, D] or nullptr
+  float* logits = nullptr;                  // [n_wanted, head.n_out]
+};
+
+// The keys of one row, in order of position: the committed slots of its sequence, then the
+// slots of its ancestors and itself. A row that extends its parent's list shares it.
+struct Path {
+  const std::int32_t* committed = nullptr;
+  int n_committed = 0;
+  int list = 0;
+  int n_own = 0;
+};
+
+// Rows [first, first + n) of a chunk, all of one sequence.
+struct RowGroup {
+  int first = 0, n = 0;
+};
+
+struct Workspace;
+
+class Model {
+ public:
+  explicit Model(Config config);
+  ~Model();
+
+  Config config;
+  std::vector<Layer> layers;
+  Linear embedding, head;
+  const float* final_norm = nullptr;
+  const Kernels* kernels = nullptr;
+  int n_threads = 1;
+
+  // Not reentrant: callers are serialised by a lock.
+  void forward(const Pass& pass);
+  std::size_t workspace_bytes() const;
+
+ private:
+  struct Chunk;  // the rows of a pass that go through the layers together
+
+  void plan(const Pass& pass);
+  void reserve(const Pass& pass);
+  void group_rows(const Chunk& c);
+  void reset_shares(const Chunk& c);
+  void run_chunk(Chunk& c, int thread);
+  void embed(Chunk& c, int thread);
+  // The input of linear layers: `norm` (plain copy where nullptr) and quantisation of x.
+  enum Place { LAYER_INPUT, ATTENDED };
+  const Act& prepare(Chunk& c, int thread, Place place, const float* norm);
+  void prepare_row(const float* x, int width, const float* norm, int row, float* scratch,
+                   const Act& out);
+  void attention_inputs(Chunk& c, int thread, int layer);
+  void attention(Chunk& c, int thread, int layer);
+  void attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split0, int split1);
+  const std::int32_t* split_slots(const Path& path, int split, int n, std::int32_t* room) const;
+  void fold_splits(Chunk& c, int row, float* out);
+  void project(Chunk& c, int thread, const Linear& w, const Act& a, int share);
+  void mlp(Chunk& c, int thread, int layer, const Act& a);
+  void output(Chunk& c, int thread);
+
+  std::mutex mutex_;
+  std::unique_ptr<Workspace> work_;
+};
+
+}  // namespace paceline

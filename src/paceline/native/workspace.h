@@ -1,0 +1,88 @@
+// Buffers of a forward pass, allocated on first use and kept.
+#pragma once
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "layout.h"
+#include "model.h"
+
+namespace paceline {
+
+constexpr int CHUNK = 128;  // rows that go through the layers together; fits the caches
+
+// Memory aligned to cache lines, without initialisation.
+template <class T>
+class Buffer {
+ public:
+  T* reserve(std::size_t n) {
+    if (n > size_) {
+      data_.reset(static_cast<T*>(::operator new[](n * sizeof(T), std::align_val_t{64})));
+      size_ = n;
+    }
+    return data_.get();
+  }
+  T* get() const { return data_.get(); }
+  std::size_t bytes() const { return size_ * sizeof(T); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { ::operator delete[](p, std::align_val_t{64}); }
+  };
+  std::unique_ptr<T[], Free> data_;
+  std::size_t size_ = 0;
+};
+
+class ActBuffer {
+ public:
+  // Lays out `rows` rows of `width`; quantised and float forms as asked.
+  const Act& shape(int rows, int width, bool quantised, bool dense, int max_block) {
+    act_.rows = rows;
+    act_.n_in = width;
+    act_.n_blocks = block_count(rows, max_block);
+    const std::size_t n = static_cast<std::size_t>(rows) * static_cast<std::size_t>(width);
+    const std::size_t groups = n / GROUP;
+    act_.q = quantised ? q_.reserve(n) : nullptr;
+    act_.d = quantised ? d_.reserve(groups) : nullptr;
+    act_.ds = quantised ? ds_.reserve(groups) : nullptr;
+    act_.offset = quantised ? offset_.reserve(4 * groups) : nullptr;
+    act_.f = dense ? f_.reserve(n) : nullptr;
+    return act_;
+  }
+  const Act& act() const { return act_; }
+  std::size_t bytes() const {
+    return q_.bytes() + d_.bytes() + ds_.bytes() + offset_.bytes() + f_.bytes();
+  }
+
+ private:
+  Act act_;
+  Buffer<std::int8_t> q_;
+  Buffer<float> d_, ds_, f_;
+  Buffer<std::int32_t> offset_;
+};
+
+struct ThreadSpace {
+  ActBuffer act[2];             // own inputs, by Place, in passes of one or two rows
+  Buffer<float> row;            // one row of max(D, I, H E)
+  Buffer<float> tiles;          // outputs of a few tiles, all rows
+  Buffer<float> attention;      // scratch of attend_split, then one split's results and running sums
+  Buffer<std::int32_t> slots;   // [ATTEND_ROWS, SPLIT]
+};
+
+struct Workspace {
+  Buffer<float> x;              // [rows, D] residual stream
+  Buffer<float> q, attended;    // [rows, H E]
+  Buffer<float> cos, sin;       // [rows, E / 2]
+  Buffer<float> split_max, split_sum, split_out;  // [rows, splits, H (, E)]
+  ActBuffer act[2];             // inputs, by Place, shared by the threads
+  ActBuffer middle, last;       // input of `down`; of the head
+  std::vector<ThreadSpace> threads;
+  std::vector<Shares> shares;   // five per layer, and the head's
+  std::vector<Path> paths;      // [N]
+  std::vector<RowGroup> groups; // of the current chunk, for attention
+  std::vector<std::vector<std::int32_t>> lists;      // slots below the committed prefix
+  std::vector<std::vector<std::int32_t>> committed;  // per sequence
+};
+
+}  // namespace paceline

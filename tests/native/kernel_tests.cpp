@@ -1,0 +1,294 @@
+// The kernels without Python, for the address and undefined-behaviour sanitizers:
+//   cmake -S . -B build/asan -DCMAKE_BUILD_TYPE=Debug -DPACELINE_PYTHON=OFF
+//     -DPACELINE_KERNEL_TESTS=ON -DPACELINE_SANITIZE=ON
+//   cmake --build build/asan && ctest --test-dir build/asan --output-on-failure
+// (Debug: with sanitizers, optimising the unrolled kernels takes the compiler many minutes.)
+// Buffers are exactly as large as documented, so a read or write too far is seen. Every path
+// must give the bits of the portable one.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "half.h"
+#include "layout.h"
+#include "model.h"
+#include "tiles.h"
+#include "workspace.h"
+
+using namespace paceline;
+
+namespace {
+
+int failures = 0;
+
+void check(bool ok, const std::string& what) {
+  if (ok) return;
+  std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+  ++failures;
+}
+
+std::mt19937 rng(1);
+
+std::vector<float> random_floats(std::size_t n, float scale = 1.0f) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::vector<float> v(n);
+  for (float& x : v) x = normal(rng);
+  return v;
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Weights that own their bytes.
+struct Matrix {
+  std::vector<std::uint8_t> bytes;
+  Linear linear;
+
+  Matrix(int format, int n_out, int n_in) {
+    linear.format = format;
+    linear.n_out = n_out;
+    linear.n_in = n_in;
+    linear.tile_bytes = tile_bytes(format, n_in);
+    bytes.resize(linear.tile_bytes * static_cast<std::size_t>(n_tiles(n_out)));
+    linear.data = bytes.data();
+  }
+};
+
+Matrix random_matrix(int format, int n_out, int n_in) {
+  Matrix m(format, n_out, n_in);
+  if (is_dense(format) || format == Q4_SUPER || format == Q8_SYM) {
+    const std::vector<float> w =
+        random_floats(static_cast<std::size_t>(n_out) * static_cast<std::size_t>(n_in), 0.1f);
+    pack_float(w.data(), n_out, n_in, format, m.bytes.data());
+    return m;
+  }
+  int type = -1;  // a GGUF type of this format, filled with random codes and plain scales
+  for (int t : {GGUF_Q4_1, GGUF_Q5_0, GGUF_Q5_1, GGUF_Q5_K, GGUF_Q6_K})
+    if (format_of_gguf(t) == format) type = t;
+  const std::size_t row = gguf_row_bytes(type, n_in);
+  std::vector<std::uint8_t> raw(row * static_cast<std::size_t>(n_out));
+  for (std::uint8_t& b : raw) b = static_cast<std::uint8_t>(rng());
+  const int block = type == GGUF_Q4_1 ? 20 : type == GGUF_Q5_0 ? 22 : type == GGUF_Q5_1 ? 24
+                    : type == GGUF_Q5_K ? 176 : 210;
+  for (std::size_t at = 0; at < raw.size(); at += static_cast<std::size_t>(block)) {
+    const std::uint16_t scale = float_to_half(0.01f);
+    std::memcpy(&raw[at + (type == GGUF_Q6_K ? 208u : 0u)], &scale, 2);
+    if (type != GGUF_Q6_K && type != GGUF_Q5_0) std::memcpy(&raw[at + 2], &scale, 2);
+  }
+  pack_gguf(type, raw.data(), n_out, n_in, m.bytes.data());
+  return m;
+}
+
+void test_half() {
+  for (std::uint32_t h = 0; h < 65536; ++h) {
+    const float f = half_to_float(static_cast<std::uint16_t>(h));
+    if (std::isnan(f)) continue;
+    check(float_to_half(f) == h, "fp16 round trip of " + std::to_string(h));
+  }
+  check(float_to_half(65520.0f) == 0x7c00, "fp16 overflow");
+  check(float_to_half(2.9802322e-8f) == 0, "fp16 tie to even at the smallest subnormal");
+  check(float_to_half(1e-10f) == 0, "fp16 underflow");
+  std::vector<float> x = random_floats(4096, 1000.0f);
+  for (std::size_t i = 0; i < x.size(); i += 3) x[i] *= 1e-9f;
+  for (const std::string& name : available_paths()) {
+    std::vector<std::uint16_t> y(x.size());
+    find_kernels(name)->to_f16(x.data(), static_cast<int>(x.size()), y.data());
+    for (std::size_t i = 0; i < x.size(); ++i)
+      check(y[i] == float_to_half(x[i]), name + ": fp16 conversion");
+  }
+}
+
+std::vector<float> run_linear(const Kernels& k, const Linear& w, const std::vector<float>& x, int rows) {
+  ActBuffer buffer;
+  const bool dense = is_dense(w.format);
+  const Act& a = buffer.shape(rows, w.n_in, !dense, dense, k.max_block);
+  if (dense) std::memcpy(a.f, x.data(), static_cast<std::size_t>(rows * w.n_in) * sizeof(float));
+  else k.quantize(x.data(), w.n_in, 0, rows, 0, w.n_in / GROUP, a);
+  std::vector<float> out(static_cast<std::size_t>(rows) * static_cast<std::size_t>(w.n_out), 0.5f);
+  const int tiles = n_tiles(w.n_out);
+  k.linear(w, a, 0, tiles / 2, out.data(), w.n_out, false);
+  k.linear(w, a, tiles / 2, tiles, out.data() + tiles / 2 * TILE, w.n_out, true);
+  return out;
+}
+
+void test_linear() {
+  for (int format = 0; format < N_FORMATS; ++format) {
+    for (int n_in : {256, 768}) {
+      const Matrix m = random_matrix(format, 42, n_in);
+      for (int rows : {1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 33}) {
+        const std::vector<float> x =
+            random_floats(static_cast<std::size_t>(rows) * static_cast<std::size_t>(n_in));
+        const std::vector<float> truth = run_linear(*find_kernels("portable"), m.linear, x, rows);
+        for (const std::string& name : available_paths())
+          check(same(run_linear(*find_kernels(name), m.linear, x, rows), truth),
+                name + ": format " + std::to_string(format) + ", rows " + std::to_string(rows));
+      }
+      std::vector<float> row(static_cast<std::size_t>(n_in));
+      unpack_row(m.linear, 41, row.data());
+      for (float v : row) check(std::isfinite(v), "unpacked row");
+    }
+  }
+}
+
+void test_attention() {
+  for (int head_size : {16, 64, 80, 128}) {
+    for (int n_heads : {1, 3, 6}) {
+      for (int n : {1, 15, 16, 17, 100, 256}) {
+        const int slots = 300, E = head_size, G = n_heads;
+        std::vector<std::uint16_t> keys(static_cast<std::size_t>(slots * E)), values(keys.size());
+        for (auto* v : {&keys, &values})
+          for (std::uint16_t& h : *v) h = float_to_half(random_floats(1)[0]);
+        std::vector<std::int32_t> at(static_cast<std::size_t>(2 * n));
+        for (int i = 0; i < n; ++i) {
+          at[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(rng() % slots);
+          at[static_cast<std::size_t>(n + i)] = at[static_cast<std::size_t>(i)];
+        }
+        at.back() = 7;  // the second row differs in its last key
+        const std::vector<float> q = random_floats(static_cast<std::size_t>(2 * G * E), 0.3f);
+        std::vector<float> truth;
+        std::vector<std::string> paths = available_paths();
+        paths.insert(paths.begin(), "portable");
+        for (const std::string& name : paths) {
+          for (const bool together : {true, false}) {
+            std::vector<float> max(static_cast<std::size_t>(2 * G)), sum(max.size()),
+                out(static_cast<std::size_t>(2 * G * E)), scratch(attention_scratch(G, E));
+            SplitJob job;
+            job.keys = keys.data();
+            job.values = values.data();
+            job.n_heads = G;
+            job.head_size = E;
+            job.scratch = scratch.data();
+            const auto row = [&](int r) {
+              return SplitJob::Row{q.data() + r * G * E, at.data() + r * n, n,
+                                   max.data() + r * G,   sum.data() + r * G, out.data() + r * G * E};
+            };
+            const Kernels& k = *find_kernels(name);
+            if (together) {
+              job.n_rows = 2;
+              job.row[0] = row(0);
+              job.row[1] = row(1);
+              k.attend_split(job);
+            } else {
+              job.n_rows = 1;
+              for (int r = 0; r < 2; ++r) {
+                job.row[0] = row(r);
+                k.attend_split(job);
+              }
+            }
+            out.insert(out.end(), max.begin(), max.end());
+            out.insert(out.end(), sum.begin(), sum.end());
+            if (truth.empty()) truth = out;
+            check(same(out, truth), name + ": attention of " + std::to_string(n) + " keys");
+          }
+        }
+      }
+    }
+  }
+}
+
+// A whole pass: two sequences, a tree and a chain, with more rows than a chunk.
+void test_model() {
+  Config c;
+  c.hidden = 64;
+  c.intermediate = 96;
+  c.heads = 4;
+  c.kv_heads = 2;
+  c.head_size = 32;
+  for (int i = 0; i < 16; ++i) c.inverse_frequencies.push_back(std::pow(10000.0, -i / 16.0));
+  const int V = 50, L = 2, n_slots = 640;
+  const std::vector<float> norm(64, 1.0f), bias = random_floats(128, 0.1f);
+  std::vector<Matrix> own;
+  own.reserve(32);
+  const auto matrix = [&](int format, int n_out, int n_in) {
+    own.push_back(random_matrix(format, n_out, n_in));
+    return own.back().linear;
+  };
+  std::vector<Layer> layers;
+  for (int l = 0; l < L; ++l) {
+    Layer y;
+    y.q = matrix(Q4_SUPER, 128, 64);
+    y.k = matrix(Q8_SYM, 64, 64);
+    y.v = matrix(Q8_SYM, 64, 64);
+    y.o = matrix(Q4_SUPER, 64, 128);
+    y.gate = matrix(Q4_SUPER, 96, 64);
+    y.up = matrix(DENSE_BF16, 96, 64);
+    y.down = matrix(Q8_SYM, 64, 96);
+    y.attention_norm = y.mlp_norm = norm.data();
+    y.q_bias = bias.data();
+    layers.push_back(y);
+  }
+  const Linear embedding = matrix(DENSE_F32, V, 64), head = matrix(Q8_SYM, V, 64);
+  const int chain = 300, tree = 9, n = chain + tree;
+  std::vector<std::int32_t> tokens, positions, parents, slots, table;
+  for (int i = 0; i < 40; ++i) table.push_back(39 - i);
+  for (int i = 0; i < chain; ++i) {
+    positions.push_back(i);
+    parents.push_back(i - 1);
+    slots.push_back((39 - i / 16) * 16 + i % 16);
+  }
+  for (int i = 0; i < tree; ++i) {
+    parents.push_back(i == 0 ? -1 : static_cast<int>(rng() % static_cast<unsigned>(i)));
+    positions.push_back(parents.back() < 0 ? 0 : positions[static_cast<std::size_t>(chain + parents.back())] + 1);
+    slots.push_back(i);
+  }
+  for (int i = 0; i < n; ++i) tokens.push_back(static_cast<std::int32_t>(rng() % V));
+  const std::vector<std::int32_t> starts{0, chain, n}, contexts{0, 0};
+  std::vector<std::int32_t> wanted;
+  for (int i = 0; i < n; i += 2) wanted.push_back(i);
+  std::vector<float> truth;
+  std::vector<std::string> paths = available_paths();
+  paths.insert(paths.begin(), "portable");
+  for (const std::string& name : paths) {
+    for (int threads : {1, 2, 3}) {
+      Model model(c);
+      model.layers = layers;
+      model.embedding = embedding;
+      model.head = head;
+      model.final_norm = norm.data();
+      model.kernels = find_kernels(name);
+      model.n_threads = threads;
+      std::vector<std::uint16_t> kv(static_cast<std::size_t>(L * 2 * 2 * n_slots * 32));
+      std::vector<float> logits(wanted.size() * V), tap(static_cast<std::size_t>(n * 64));
+      Pass p;
+      p.n_rows = n;
+      p.n_seqs = 2;
+      p.n_wanted = static_cast<int>(wanted.size());
+      p.block_size = 16;
+      p.tokens = tokens.data();
+      p.positions = positions.data();
+      p.parents = parents.data();
+      p.slots = slots.data();
+      p.starts = starts.data();
+      p.contexts = contexts.data();
+      p.tables = {table.data(), table.data()};
+      p.wanted = wanted.data();
+      p.kv = kv.data();
+      p.n_slots = n_slots;
+      p.taps = {nullptr, tap.data(), nullptr};
+      p.logits = logits.data();
+      model.forward(p);
+      logits.insert(logits.end(), tap.begin(), tap.end());
+      for (float v : logits) check(std::isfinite(v), name + ": finite logits");
+      if (truth.empty()) truth = logits;
+      check(same(logits, truth), name + ": forward pass with " + std::to_string(threads) + " threads");
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_half();
+  test_linear();
+  test_attention();
+  test_model();
+  std::string names;
+  for (const std::string& n : available_paths()) names += " " + n;
+  std::printf("%d failures; paths:%s\n", failures, names.c_str());
+  return failures == 0 ? 0 : 1;
+}
