@@ -9,6 +9,7 @@ Legend: R wanted rows, V the draft model's vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ import torch
 from paceline.cache.allocator import BlockAllocator
 from paceline.draft.base import DrafterUsage
 from paceline.models.base import KVStore, RowGroup, TargetModel, pack
+from paceline.types import Sequence
 
 
 @dataclass
@@ -73,9 +75,6 @@ class DraftCache:
     def max_context(self) -> int:
         return self.model.info.max_context
 
-    def holds(self, seq_id: int) -> bool:
-        return seq_id in self._states
-
     def roll_back(self, seq_id: int, tokens: Seq[int]) -> None:
         """Keep the longest prefix that agrees with `tokens`, short of their last one, whose
         logits will be wanted."""
@@ -84,6 +83,13 @@ class DraftCache:
         same = _common_prefix(state.fed, tokens, limit)
         del state.fed[same:]
         self._allocator.shrink(state.table, same)
+
+    def settle(self, seqs: Seq[Sequence], context: Callable[[Seq[int]], Seq[int]]) -> None:
+        """After a commit: drop what was not committed. context: the draft's own tokens for a
+        committed sequence of the target's."""
+        for seq in seqs:
+            if seq.id in self._states:
+                self.roll_back(seq.id, context(seq.tokens))
 
     def feed(self, feeds: Seq[Feed]) -> torch.Tensor:
         """One pass (more where a prompt is long): [R, V] float32 logits, feed by feed."""

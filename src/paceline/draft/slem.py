@@ -57,7 +57,7 @@ class SlemDrafter:
         for seq, budget in zip(seqs, budgets, strict=True):
             if budget == 0:
                 continue
-            fed = through_text(seq.tokens, self._target, self._draft)
+            fed = self._own(seq.tokens)
             share = STRETCH * (len(seq.tokens) + budget)
             if fed and len(fed) + budget <= min(share, self.cache.max_context):
                 self.cache.roll_back(seq.id, fed)
@@ -94,9 +94,10 @@ class SlemDrafter:
         output: TargetOutput,
         verdicts: Seq[Verdict | None],
     ) -> None:
-        for seq in seqs:
-            if self.cache.holds(seq.id):
-                self.cache.roll_back(seq.id, through_text(seq.tokens, self._target, self._draft))
+        self.cache.settle(seqs, self._own)
+
+    def _own(self, tokens: Seq[int]) -> list[int]:
+        return through_text(tokens, self._target, self._draft)
 
     def forget(self, seq_id: int) -> None:
         self.cache.forget(seq_id)

@@ -249,9 +249,7 @@ class TreeDrafter:
         output: TargetOutput,
         verdicts: Seq[Verdict | None],
     ) -> None:
-        for seq in seqs:
-            if self.cache.holds(seq.id):
-                self.cache.roll_back(seq.id, self._vocabulary.context(seq.tokens))
+        self.cache.settle(seqs, self._vocabulary.context)
 
     def forget(self, seq_id: int) -> None:
         self.cache.forget(seq_id)
