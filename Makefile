@@ -29,14 +29,18 @@ slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow
 
 # The pinned torch first: without the pin, pip takes a CUDA build of several gigabytes.
-$(VENV)/.ready: pyproject.toml constraints.txt
+define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
-	touch $@
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '$(1)'
+	touch $(VENV)/.ready
+endef
 
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(VENV)/.ready: pyproject.toml constraints.txt CMakeLists.txt
+	$(call install,.)
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt CMakeLists.txt
+	$(call install,.[dev])
 	touch $@
 
 clean:
