@@ -44,6 +44,13 @@ def test_streams_may_interleave(llm: LLM, expected: str) -> None:
     assert llm.engine.usage()["kv_blocks_used"] == llm.engine.usage()["kv_blocks_cached"]
 
 
+def test_a_stream_that_nobody_reads_leaves_nothing_behind(llm: LLM) -> None:
+    llm.stream("Hello", PARAMS)
+    assert llm.engine.idle
+    with pytest.raises(UserError, match="empty"):
+        llm.stream("", PARAMS)
+
+
 def test_threads_share_one_batch(llm: LLM, expected: str) -> None:
     texts: list[str] = []
 

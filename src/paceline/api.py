@@ -138,11 +138,15 @@ class LLM:
             self._drop(ids)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
-        """What each round adds. Closing the iterator ends the request."""
-        ids = self._submit_all([self.tokens(prompt)], params or SamplingParams())
-        return self._stream(ids)
+        """What each round adds. A request that can't be served is refused at once; the work
+        begins with the first step, and closing the iterator ends it."""
+        tokens, chosen = self.tokens(prompt), params or SamplingParams()
+        with self._lock:
+            self.engine.check(Request(prompt=tokens, params=chosen))
+        return self._stream(tokens, chosen)
 
-    def _stream(self, ids: list[int]) -> Iterator[StepOutput]:
+    def _stream(self, tokens: tuple[int, ...], params: SamplingParams) -> Iterator[StepOutput]:
+        ids = self._submit_all([tokens], params)
         live = set(ids)
         try:
             while live:
