@@ -316,6 +316,8 @@ double read_seconds(Bytes data, int threads, const std::string& path) {
 }  // namespace paceline
 
 NB_MODULE(_native, m) {
+  // Models live until the interpreter ends; that is no leak.
+  nb::set_leak_warnings(false);
   using namespace paceline;
   m.doc() = "CPU core of Paceline; see paceline.models.native.";
   m.def("paths", &available_paths, "Instruction-set paths that run here, fastest first.");
