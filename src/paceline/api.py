@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -137,7 +137,9 @@ class LLM:
         finally:
             self._drop(ids)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[StepOutput, None, None]:
         """What each round adds. A request that can't be served is refused at once; the work
         begins with the first step, and closing the iterator ends it."""
         tokens, chosen = self.tokens(prompt), params or SamplingParams()
@@ -145,7 +147,9 @@ class LLM:
             self.engine.check(Request(prompt=tokens, params=chosen))
         return self._stream(tokens, chosen)
 
-    def _stream(self, tokens: tuple[int, ...], params: SamplingParams) -> Iterator[StepOutput]:
+    def _stream(
+        self, tokens: tuple[int, ...], params: SamplingParams
+    ) -> Generator[StepOutput, None, None]:
         ids = self._submit_all([tokens], params)
         live = set(ids)
         try:

@@ -72,6 +72,7 @@ def test_prompt_from_stdin_and_file_give_the_same_text(smollm_path: Path, tmp_pa
         (("generate", "x", "--memory-limit", "50MB"), "available"),
         (("generate", "word " * 300, "--kv-tokens", "128"), "tokens"),
         (("pull", "nonsense"), "nonsense"),
+        (("chat", "--draft", "smollm2-135m", "--tree", "sequoia:8"), "sequoia:8"),
         (("generate", "x", "--max-tokens", "many"), "max-tokens"),
         (("generate", "x", "--no-such-flag"), "no-such-flag"),
     ],

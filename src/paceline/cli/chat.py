@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from paceline.cli import common as c
 from paceline.errors import UserError
+from paceline.registry import parse_tree
 from paceline.types import SamplingParams
 
 
@@ -42,6 +44,11 @@ def chat(
         seed=seed,
         max_tokens=max_tokens,
     )
+    plan = parse_tree(tree)
+    if plan is not None and plan.fit is not None:
+        raise UserError(
+            f"tree {tree!r} is fitted to a prompt: use it with generate, or give widths like 3x2x1"
+        )
     llm = c.load(
         model,
         draft=draft,
@@ -57,10 +64,6 @@ def chat(
     first = [] if system is None else [{"role": "system", "content": system}]
     messages = list(first)
     out = Console()
-    if llm.wants_fit:
-        raise UserError(
-            "a Sequoia tree is fitted to a prompt: use it with generate, or give widths"
-        )
     while True:
         try:
             line = c.console.input("[bold]> [/bold]").strip()
@@ -80,16 +83,17 @@ def chat(
         messages.append({"role": "user", "content": line})
         answer, painter = "", c.Painter(llm)
         try:
-            stream = llm.stream(llm.chat_tokens(messages), params)
-            for step in stream:
-                answer += step.text
-                if not show:
-                    sys.stdout.write(step.text)
-                    sys.stdout.flush()
-                    continue
-                out.print(painter.paint(step.tokens), end="", soft_wrap=True)
+            # Closing ends the request: its cache blocks are free again, what was said stays.
+            with closing(llm.stream(llm.chat_tokens(messages), params)) as stream:
+                for step in stream:
+                    answer += step.text
+                    if not show:
+                        sys.stdout.write(step.text)
+                        sys.stdout.flush()
+                        continue
+                    out.print(painter.paint(step.tokens), end="", soft_wrap=True)
         except KeyboardInterrupt:
-            stream.close()  # the cache blocks are free again; what was said stays
+            pass  # ends this answer only
         except UserError as e:
             messages.pop()
             c.console.print(f"error: {e}", style="red", markup=False)

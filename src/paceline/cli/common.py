@@ -124,30 +124,20 @@ def load(
     model: str,
     *,
     draft: str = "none",
-    k: int | None = None,
-    tree: str | None = None,
-    draft_vocab: str = "same",
-    draft_weights: str = "fast",
-    dtype: str = "auto",
-    device: str = "auto",
     kv_tokens: int = 16384,
     memory_limit: str | None = None,
+    **options: Any,
 ) -> LLM:
-    """An LLM from command-line values, with a note while it loads."""
+    """An LLM from command-line values, with a note while it loads. options: as of `LLM`."""
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     engine = EngineConfig(kv_tokens=kv_tokens)
     with status(f"loading {model}" + ("" if draft in ("none", "ngram") else f" and {draft}")):
         llm = LLM(
             model,
             draft=draft,
-            k=k,
-            tree=tree,
-            draft_vocab=draft_vocab,
-            draft_weights=draft_weights,
-            dtype=dtype,
-            device=device,
             engine=engine,
             memory_limit=limit,
+            **options,
         )
     for note in llm.notes:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
