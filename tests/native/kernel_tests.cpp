@@ -106,7 +106,9 @@ void test_half() {
 std::vector<float> run_linear(const Kernels& k, const Linear& w, const std::vector<float>& x, int rows) {
   ActBuffer buffer;
   const bool dense = is_dense(w.format);
-  const Act& a = buffer.shape(rows, w.n_in, !dense, dense, k.max_block);
+  ActForms forms;
+  forms.need(w.format);
+  const Act& a = buffer.shape(rows, w.n_in, forms, k.max_block);
   if (dense) std::memcpy(a.f, x.data(), static_cast<std::size_t>(rows * w.n_in) * sizeof(float));
   else k.quantize(x.data(), w.n_in, 0, rows, 0, w.n_in / GROUP, a);
   std::vector<float> out(static_cast<std::size_t>(rows) * static_cast<std::size_t>(w.n_out), 0.5f);
@@ -138,14 +140,17 @@ void test_linear() {
 void test_attention() {
   for (int head_size : {16, 64, 80, 128}) {
     for (int n_heads : {1, 3, 6}) {
-      for (int n : {1, 15, 16, 17, 100, 256}) {
-        const int slots = 300, E = head_size, G = n_heads;
+      for (int n : {-256, -40, 1, 15, 16, 17, 100, 256}) {
+        const bool run = n < 0;  // slots in order, as a long prompt has them
+        n = std::abs(n);
+        const int slots = 304, E = head_size, G = n_heads;
         std::vector<std::uint16_t> keys(static_cast<std::size_t>(slots * E)), values(keys.size());
         for (auto* v : {&keys, &values})
           for (std::uint16_t& h : *v) h = float_to_half(random_floats(1)[0]);
         std::vector<std::int32_t> at(static_cast<std::size_t>(2 * n));
         for (int i = 0; i < n; ++i) {
-          at[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(rng() % slots);
+          at[static_cast<std::size_t>(i)] =
+              run ? 32 + i : static_cast<std::int32_t>(rng() % slots);
           at[static_cast<std::size_t>(n + i)] = at[static_cast<std::size_t>(i)];
         }
         at.back() = 7;  // the second row differs in its last key

@@ -5,8 +5,9 @@
 
 namespace paceline {
 
-// In passes this short each thread prepares its own inputs: cheaper than a barrier.
-constexpr int SOLO_ROWS = 2;
+// In passes this short each thread prepares its own inputs: cheaper than a barrier, unless
+// attention comes in many splits, which would be folded twice.
+constexpr int SOLO_ROWS = 16, SOLO_SPLIT_ROWS = 2;
 
 // Units of 32 MLP outputs that a thread computes between switches from gate to up.
 constexpr int MLP_UNITS = 8;
@@ -24,8 +25,9 @@ struct Model::Chunk {
   int n_threads = 1;
   int wanted0 = 0, n_wanted = 0;  // into pass.wanted
   int max_splits = 1;
+  bool solo = false;                // each thread prepares all rows for itself
   bool by_split = false;            // attention work items are splits, not whole rows
-  std::uint16_t* keys = nullptr;    // of the current layer: [K, slots, E]
+  std::uint16_t* keys = nullptr;    // of the current layer, see Pass::kv
   std::uint16_t* values = nullptr;
 };
 

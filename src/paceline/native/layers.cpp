@@ -46,7 +46,7 @@ void Model::prepare_row(const float* x, int width, const float* norm, int row, f
 const Act& Model::prepare(Chunk& c, int thread, Place place, const float* norm) {
   Workspace& w = *work_;
   ThreadSpace& own = w.threads[size(thread)];
-  const bool solo = c.rows <= SOLO_ROWS;
+  const bool solo = c.solo;
   const Act& out = solo ? own.act[place].act() : w.act[place].act();
   const float* from = place == ATTENDED ? w.attended.get() : w.x.get();
   for (int r = solo ? 0 : thread; r < c.rows; r += solo ? 1 : c.n_threads) {
@@ -70,6 +70,7 @@ void Model::attention_inputs(Chunk& c, int thread, int layer) {
   const Act& a = prepare(c, thread, LAYER_INPUT, l.attention_norm);
   float* out = w.threads[size(thread)].tiles.get();
   float* row = w.threads[size(thread)].row.get();
+  auto* halves = reinterpret_cast<std::uint16_t*>(row);
   const float scale = 1.0f / std::sqrt(static_cast<float>(E));
   Shares& heads = w.shares[size(PHASES * layer + QKV)];
   for (int begin = 0, end = 0; heads.next(thread, begin, end);) {
@@ -95,9 +96,15 @@ void Model::attention_inputs(Chunk& c, int thread, int layer) {
           float* q = w.q.get() + (static_cast<std::ptrdiff_t>(r) * H + head) * E;
           for (int i = 0; i < E; ++i) q[i] = x[i] * scale;
         } else {
-          std::uint16_t* plane = (is_k ? c.keys : c.values) +
-                                 static_cast<std::ptrdiff_t>(head) * c.pass.n_slots * E;
-          kernels->to_f16(x, E, plane + static_cast<std::ptrdiff_t>(c.pass.slots[c.row0 + r]) * E);
+          const std::ptrdiff_t slot = c.pass.slots[c.row0 + r];
+          std::uint16_t* plane = (is_k ? c.keys : c.values) + head * c.pass.n_slots * E;
+          if (is_k) {
+            kernels->to_f16(x, E, halves);
+            const std::ptrdiff_t lane = slot % KEY_LANES;
+            for (int i = 0; i < E; ++i) plane[(slot - lane) * E + KEY_LANES * i + lane] = halves[i];
+          } else {
+            kernels->to_f16(x, E, plane + slot * E);
+          }
         }
       }
     }

@@ -129,12 +129,12 @@ ALWAYS_INLINE void tile_block(const std::uint8_t* tile, int groups, const std::i
       group_rows<FORMAT, FIRST>(quants, scales, q, d, ds, offset, acc);
       if constexpr (REST > 0)
         group_rows<FORMAT, REST>(quants, scales, q + FIRST * GROUP, d + FIRST, ds + FIRST,
-                                 offset + 4 * FIRST, acc + FIRST);
+                                 T.affine ? nullptr : offset + 4 * FIRST, acc + FIRST);
       quants += QB;
       q += R * GROUP;
       d += R;
       ds += R;
-      offset += 4 * R;
+      if constexpr (!T.affine) offset += 4 * R;
     }
     header = quants;
   }
@@ -179,7 +179,8 @@ inline void tile_rows(const Linear& w, const Act& a, int tile, int row, float* o
   } else {
     const int groups = w.n_in / GROUP;
     tile_block<FORMAT, R>(bytes, groups, a.q + first * w.n_in, a.d + first * groups,
-                          a.ds + first * groups, a.offset + 4 * first * groups, acc);
+                          a.ds + first * groups,
+                          traits(FORMAT).affine ? nullptr : a.offset + 4 * first * groups, acc);
   }
   const int left = w.n_out - tile * TILE;
 #pragma GCC unroll 16

@@ -80,13 +80,18 @@ void Model::reserve(const Pass& pass) {
     w.shares = std::vector<Shares>(PHASES * layers.size() + 1);
 }
 
-// Rows of one sequence that share an attention work item: more rows convert a key less often,
-// fewer rows give the threads more items. The grouping never changes a result.
+// Rows of one sequence that share an attention work item: more rows load a key less often, fewer
+// rows give the threads more even shares. The grouping never changes a result.
 void Model::group_rows(const Chunk& c) {
   std::vector<RowGroup>& groups = work_->groups;
-  const int wanted_items = 4 * c.n_threads;
-  int most = ATTEND_ROWS;
-  while (most > 1 && c.rows * config.kv_heads < most * wanted_items) most /= 2;
+  // The longest thread's work, where an item costs as much to load as one row to compute.
+  const auto cost = [&](int most) {
+    const int items = (c.rows + most - 1) / most * config.kv_heads;
+    return (items + c.n_threads - 1) / c.n_threads * (1 + most);
+  };
+  int most = 1;
+  for (int rows = 2; rows <= ATTEND_ROWS; rows *= 2)
+    if (cost(rows) <= cost(most)) most = rows;
   groups.clear();
   for (int s = 0; s < c.pass.n_seqs; ++s) {
     const int begin = std::max(c.pass.starts[s] - c.row0, 0);
@@ -114,15 +119,14 @@ void Model::forward(const Pass& pass) {
   Workspace& w = *work_;
   plan(pass);
   reserve(pass);
-  bool quantised[3] = {}, dense[3] = {};  // forms that the layers read, by place; then `down`
-  const auto need = [&](int place, const Linear& l) {
-    (is_dense(l.format) ? dense : quantised)[place] = true;
-  };
+  enum { MIDDLE = ATTENDED + 1, LAST };
+  ActForms forms[LAST + 1];  // what the matrices read, by place
   for (const Layer& l : layers) {
-    for (const Linear* i : {&l.q, &l.k, &l.v, &l.gate, &l.up}) need(LAYER_INPUT, *i);
-    need(ATTENDED, l.o);
-    need(2, l.down);
+    for (const Linear* i : {&l.q, &l.k, &l.v, &l.gate, &l.up}) forms[LAYER_INPUT].need(i->format);
+    forms[ATTENDED].need(l.o.format);
+    forms[MIDDLE].need(l.down.format);
   }
+  forms[LAST].need(head.format);
   const int block = kernels->max_block, HE = config.heads * config.head_size;
   for (int row0 = 0, wanted = 0; row0 < pass.n_rows; row0 += CHUNK) {
     Chunk c{pass};
@@ -143,14 +147,15 @@ void Model::forward(const Pass& pass) {
       w.split_sum.reserve(n);
       w.split_out.reserve(n * size(config.head_size));
     }
+    c.solo = c.rows <= (c.by_split ? SOLO_SPLIT_ROWS : SOLO_ROWS);
     const auto shape = [&](ActBuffer* acts) {
-      acts[LAYER_INPUT].shape(c.rows, config.hidden, quantised[0], dense[0], block);
-      acts[ATTENDED].shape(c.rows, HE, quantised[1], dense[1], block);
+      acts[LAYER_INPUT].shape(c.rows, config.hidden, forms[LAYER_INPUT], block);
+      acts[ATTENDED].shape(c.rows, HE, forms[ATTENDED], block);
     };
-    if (c.rows > SOLO_ROWS) shape(w.act);
+    if (!c.solo) shape(w.act);
     else for (ThreadSpace& t : w.threads) shape(t.act);
-    w.middle.shape(c.rows, config.intermediate, quantised[2], dense[2], block);
-    w.last.shape(c.n_wanted, config.hidden, !is_dense(head.format), is_dense(head.format), block);
+    w.middle.shape(c.rows, config.intermediate, forms[MIDDLE], block);
+    w.last.shape(c.n_wanted, config.hidden, forms[LAST], block);
     group_rows(c);
     reset_shares(c);
     Pool::instance().run(n_threads, [&](int thread, int) {

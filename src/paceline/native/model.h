@@ -43,8 +43,9 @@ struct Pass {
   const std::int32_t* contexts = nullptr;   // [n_seqs]
   std::vector<const std::int32_t*> tables;  // per sequence: block ids
   const std::int32_t* wanted = nullptr;     // [n_wanted], ascending
-  std::uint16_t* kv = nullptr;              // [L, 2, K, n_slots, E] fp16
-  std::int64_t n_slots = 0;
+  // fp16, per layer: keys [K, n_slots / 16, E, 16], then values [K, n_slots, E]
+  std::uint16_t* kv = nullptr;
+  std::int64_t n_slots = 0;                 // a multiple of KEY_LANES
   const std::uint8_t* run_attention = nullptr;  // [L] or nullptr: all
   const std::uint8_t* run_mlp = nullptr;
   std::vector<float*> taps;                 // [L + 1]: [N, D] or nullptr

@@ -88,7 +88,9 @@ struct PyLinear {
     nb::gil_scoped_release release;
     const bool dense = is_dense(linear.format);
     ActBuffer buffer;
-    const Act& a = buffer.shape(rows, linear.n_in, !dense, dense, k->max_block);
+    ActForms forms;
+    forms.need(linear.format);
+    const Act& a = buffer.shape(rows, linear.n_in, forms, k->max_block);
     for (int r = 0; r < rows; ++r) {
       const float* row = x.data() + static_cast<std::size_t>(r) * x.shape(1);
       if (dense) std::memcpy(a.f + static_cast<std::size_t>(r) * x.shape(1), row, x.shape(1) * 4);
@@ -118,7 +120,7 @@ class PyModel {
           const std::string& path) {
     require(hidden > 0 && hidden % 16 == 0 && intermediate > 0 && intermediate % 16 == 0 &&
                 head_size > 0 && head_size % 16 == 0 && kv_heads > 0 && heads > 0 &&
-                heads % kv_heads == 0 && heads / kv_heads <= 64,
+                heads % kv_heads == 0 && heads / kv_heads <= MAX_GROUP,
             "model shape is not one that the native core runs");
     require(inverse_frequencies.size() == static_cast<std::size_t>(head_size / 2), "wrong number of rotary frequencies");
     Config c;
@@ -183,7 +185,7 @@ class PyModel {
     require(block_size > 0, "block_size must be positive");
     require(logits.shape(0) == wanted.size() && logits.shape(1) == V, "logits have the wrong shape");
     const std::size_t per_slot = 2 * L * static_cast<std::size_t>(c.kv_heads * c.head_size);
-    require(per_slot > 0 && kv.size() % per_slot == 0, "the cache belongs to another model");
+    require(per_slot > 0 && kv.size() % (per_slot * KEY_LANES) == 0, "the cache belongs to another model");
     Pass p;
     p.n_rows = static_cast<int>(n);
     p.n_seqs = static_cast<int>(contexts.size());

@@ -60,6 +60,17 @@ inline void store_s8(std::int8_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm_packs_epi16(_mm256_castsi256_si128(o), _mm256_extracti128_si256(o, 1)));
 }
+// Sums of the halves of 32 codes; false where one is -128, which only a NaN becomes.
+inline bool sum_codes(const std::int8_t* q, std::int32_t& first, std::int32_t& second) {
+  const __m256i low = _mm256_set1_epi8(-128);
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+  alignas(32) std::int64_t sums[4];  // of eight codes + 128
+  _mm256_store_si256(reinterpret_cast<__m256i*>(sums),
+                     _mm256_sad_epu8(_mm256_xor_si256(v, low), _mm256_setzero_si256()));
+  first = static_cast<std::int32_t>(sums[0] + sums[1]) - 16 * 128;
+  second = static_cast<std::int32_t>(sums[2] + sums[3]) - 16 * 128;
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(v, low)) == 0;
+}
 inline float reduce_add(F x) {
   const __m256 s8 = _mm256_add_ps(x.a, x.b);
   const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
@@ -83,6 +94,10 @@ inline F reduce_max16(const F* x) {
   return load(out);
 }
 
+inline I iload(const std::int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
 inline I iset1(std::int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
 inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }

@@ -44,6 +44,17 @@ inline void store_s8(std::int8_t* p, F a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
+// Sums of the halves of 32 codes; false where one is -128, which only a NaN becomes.
+inline bool sum_codes(const std::int8_t* q, std::int32_t& first, std::int32_t& second) {
+  const __m256i low = _mm256_set1_epi8(-128);
+  const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
+  alignas(32) std::int64_t sums[4];  // of eight codes + 128
+  _mm256_store_si256(reinterpret_cast<__m256i*>(sums),
+                     _mm256_sad_epu8(_mm256_xor_si256(v, low), _mm256_setzero_si256()));
+  first = static_cast<std::int32_t>(sums[0] + sums[1]) - 16 * 128;
+  second = static_cast<std::int32_t>(sums[2] + sums[3]) - 16 * 128;
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(v, low)) == 0;
+}
 inline float reduce_add(F a) {  // lanes i + (i + 8), then 4, 2, 1
   const __m256 lo = _mm512_castps512_ps256(a.v);
   const __m256 hi = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
@@ -83,6 +94,7 @@ inline F reduce_max16(const F* a) {
   return reduce16(a, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
 }
 
+inline I iload(const std::int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline I iset1(std::int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }

@@ -50,6 +50,16 @@ inline void store_s8(std::int8_t* p, F a) {
     p[i] = static_cast<std::int8_t>(x < -128 ? -128 : x > 127 ? 127 : x);
   }
 }
+// Sums of the halves of 32 codes; false where one is -128, which only a NaN becomes.
+inline bool sum_codes(const std::int8_t* q, std::int32_t& first, std::int32_t& second) {
+  bool finite = true;
+  first = second = 0;
+  for (int i = 0; i < 32; ++i) {
+    (i < 16 ? first : second) += q[i];
+    finite = finite && q[i] != -128;
+  }
+  return finite;
+}
 inline float reduce_add(F a) {
   for (int half = 8; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) a.v[i] += a.v[i + half];
@@ -63,6 +73,11 @@ inline float reduce_max(F a) {
 inline F reduce_add16(const F* a) { return lanes([=](int i) { return reduce_add(a[i]); }); }
 inline F reduce_max16(const F* a) { return lanes([=](int i) { return reduce_max(a[i]); }); }
 
+inline I iload(const std::int32_t* p) {
+  I r;
+  for (int i = 0; i < 16; ++i) r.v[i] = p[i];
+  return r;
+}
 inline I iset1(std::int32_t x) {
   I r;
   for (int i = 0; i < 16; ++i) r.v[i] = x;

@@ -215,27 +215,53 @@ SuperRow read_gguf_super(int type, const std::uint8_t* row, int super, int n_in)
 
 struct Affine { float scale, minimum; };  // w ~ scale * q - minimum, minimum >= 0
 
+// To the nearest integer, ties to even, for |x| < 2^22; without a call, so that loops vectorise.
+inline float nearest(float x) {
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23
+  return (x + shift) - shift;
+}
+inline float nearest_code(float x, float most) { return nearest(std::min(std::max(x, 0.0f), most)); }
+
+// Sums over a group, kept in lanes while it goes by.
+struct Sums {
+  static constexpr int LANES = 8;
+  float lane[LANES] = {};
+  float total() const {
+    float t = 0.0f;
+    for (float x : lane) t += x;
+    return t;
+  }
+};
+
 // Fits 4-bit codes to a group: rounds, then solves scale and minimum by least squares for those
 // codes, a few times from a few starting widths; keeps the smallest squared error.
 Affine fit_affine4(const float* w) {
   float lo = 0.0f, hi = w[0];
+  Sums weights;
   for (int k = 0; k < GROUP; ++k) {
     lo = std::min(lo, w[k]);
     hi = std::max(hi, w[k]);
+    weights.lane[k % Sums::LANES] += w[k];
   }
   if (!(hi > lo)) return {0.0f, std::max(0.0f, -lo)};
+  const float sw = weights.total();
   Affine best{(hi - lo) / 15.0f, -lo};
   float best_error = INFINITY;
   for (int trial = 0; trial < 12; ++trial) {
     Affine a{(hi - lo) / (15.0f + 0.25f * static_cast<float>(trial - 4)), -lo};
     for (int round = 0; round < 2; ++round) {
-      float sq = 0, sqq = 0, sw = 0, sqw = 0, error = 0;
-      for (int k = 0; k < GROUP; ++k) {
-        const float q = std::clamp(std::nearbyintf((w[k] + a.minimum) / a.scale), 0.0f, 15.0f);
-        const float e = a.scale * q - a.minimum - w[k];
-        error += e * e;
-        sq += q, sqq += q * q, sw += w[k], sqw += q * w[k];
-      }
+      const float inverse = 1.0f / a.scale;
+      Sums q_, qq_, qw_, error_;
+      for (int k = 0; k < GROUP; k += Sums::LANES)
+        for (int i = 0; i < Sums::LANES; ++i) {
+          const float x = w[k + i], q = nearest_code((x + a.minimum) * inverse, 15.0f);
+          const float e = a.scale * q - a.minimum - x;
+          error_.lane[i] += e * e;
+          q_.lane[i] += q;
+          qq_.lane[i] += q * q;
+          qw_.lane[i] += q * x;
+        }
+      const float sq = q_.total(), sqq = qq_.total(), sqw = qw_.total(), error = error_.total();
       if (error < best_error) best_error = error, best = a;
       const float n = GROUP, det = n * sqq - sq * sq;
       if (!(det > 0.0f)) break;
@@ -263,7 +289,7 @@ SuperRow quantize_q4(const float* w, int groups) {
   const float factor = half_to_float(s.factor), min_factor = half_to_float(s.min_factor);
   const auto code = [](float x, float unit) {
     return static_cast<std::uint8_t>(
-        unit > 0.0f ? std::clamp(std::nearbyintf(x / unit), 0.0f, 255.0f) : 0.0f);
+        unit > 0.0f ? nearest_code(x / unit, 255.0f) : 0.0f);
   };
   for (int g = 0; g < groups; ++g) {
     s.code[g] = code(fit[g].scale, factor);
@@ -271,9 +297,7 @@ SuperRow quantize_q4(const float* w, int groups) {
     const float scale = s.code[g] * factor, minimum = s.min_code[g] * min_factor;
     for (int k = 0; k < GROUP; ++k)
       s.q[g * GROUP + k] = static_cast<std::uint8_t>(
-          scale > 0.0f
-              ? std::clamp(std::nearbyintf((w[g * GROUP + k] + minimum) / scale), 0.0f, 15.0f)
-              : 0.0f);
+          scale > 0.0f ? nearest_code((w[g * GROUP + k] + minimum) / scale, 15.0f) : 0.0f);
   }
   return s;
 }

@@ -28,6 +28,8 @@ constexpr int GROUP = 32;        // inputs that share a scale
 constexpr int SUPER_GROUPS = 8;  // groups that share one header
 constexpr int SPLIT = 256;       // key positions per attention work item
 constexpr int ATTEND_ROWS = 4;   // rows per attention work item, at most
+constexpr int MAX_GROUP = 64;    // query heads that share a key/value head, at most
+constexpr int KEY_LANES = 16;    // slots whose keys are interleaved
 
 // A weight matrix [n_out, n_in] cut into tiles of 16 outputs; see layout.h for a tile's bytes.
 struct Linear {
@@ -49,16 +51,17 @@ struct Act {
   float* d = nullptr;          // [rows, groups] scale of each group
   float* ds = nullptr;         // [rows, groups] scale times the group's integer sum
   // [rows, groups, 4] what unsigned codes add to a dot product, negated, for sums h0 and h1 of
-  // the half groups: -32 h0, -32 h1, -32 (h0 + h1), -128 (h0 + h1)
+  // the half groups: -32 h0, -32 h1, -32 (h0 + h1), -128 (h0 + h1); nullptr where all that read
+  // it have minima instead
   std::int32_t* offset = nullptr;
   float* f = nullptr;          // [rows, n_in] float form, for dense weights
 };
 
 // One key/value head and one split, for up to ATTEND_ROWS rows: each row's G query heads against
-// at most SPLIT keys. Rows that share keys convert them once.
+// at most SPLIT keys. Rows that share keys load them once.
 struct SplitJob {
-  const std::uint16_t* keys = nullptr;  // [slots, E] fp16
-  const std::uint16_t* values = nullptr;
+  const std::uint16_t* keys = nullptr;    // [slots / 16, E, 16] fp16
+  const std::uint16_t* values = nullptr;  // [slots, E]
   int n_rows = 0;
   int n_heads = 0;    // G
   int head_size = 0;  // E

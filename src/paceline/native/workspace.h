@@ -34,20 +34,30 @@ class Buffer {
   std::size_t size_ = 0;
 };
 
+// Forms of an input that the matrices reading it ask for.
+struct ActForms {
+  bool quantised = false, offsets = false, dense = false;
+  void need(int format) {
+    if (is_dense(format)) dense = true;
+    else quantised = true;
+    if (!is_dense(format) && !traits(format).affine) offsets = true;
+  }
+};
+
 class ActBuffer {
  public:
-  // Lays out `rows` rows of `width`; quantised and float forms as asked.
-  const Act& shape(int rows, int width, bool quantised, bool dense, int max_block) {
+  // Lays out `rows` rows of `width`.
+  const Act& shape(int rows, int width, const ActForms& forms, int max_block) {
     act_.rows = rows;
     act_.n_in = width;
     act_.n_blocks = block_count(rows, max_block);
     const std::size_t n = static_cast<std::size_t>(rows) * static_cast<std::size_t>(width);
     const std::size_t groups = n / GROUP;
-    act_.q = quantised ? q_.reserve(n) : nullptr;
-    act_.d = quantised ? d_.reserve(groups) : nullptr;
-    act_.ds = quantised ? ds_.reserve(groups) : nullptr;
-    act_.offset = quantised ? offset_.reserve(4 * groups) : nullptr;
-    act_.f = dense ? f_.reserve(n) : nullptr;
+    act_.q = forms.quantised ? q_.reserve(n) : nullptr;
+    act_.d = forms.quantised ? d_.reserve(groups) : nullptr;
+    act_.ds = forms.quantised ? ds_.reserve(groups) : nullptr;
+    act_.offset = forms.offsets ? offset_.reserve(4 * groups) : nullptr;
+    act_.f = forms.dense ? f_.reserve(n) : nullptr;
     return act_;
   }
   const Act& act() const { return act_; }
@@ -63,7 +73,7 @@ class ActBuffer {
 };
 
 struct ThreadSpace {
-  ActBuffer act[2];             // own inputs, by Place, in passes of one or two rows
+  ActBuffer act[2];             // own inputs, by Place, in short passes
   Buffer<float> row;            // one row of max(D, I, H E)
   Buffer<float> tiles;          // outputs of a few tiles, all rows
   Buffer<float> attention;      // scratch of attend_split, then one split's results and running sums
