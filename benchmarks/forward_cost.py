@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from peers import LlamaCpp, find_peer
 
 from paceline import _native
+from paceline.bench.peers import LlamaCpp, find_llamacpp
 from paceline.models.base import Batch, RowGroup, pack
 from paceline.models.native import NativeKV, NativeModel, default_threads
 from paceline.models.native_weights import anonymous_memory
@@ -41,9 +41,8 @@ class Ours:
         self.table = np.arange(kv.n_blocks, dtype=np.int32)
         self.rng = np.random.default_rng(0)
         # Content does not change the cost; numbers of ordinary size keep exp() ordinary.
-        kv.data_L2KSE[...] = (
-            self.rng.normal(0, 0.5, kv.data_L2KSE.shape[-2:]).astype(np.float16).view(np.uint16)
-        )
+        planes = kv.flat.reshape(-1, kv.values.shape[-2] * kv.values.shape[-1])
+        planes[...] = self.rng.normal(0, 0.5, planes.shape[1]).astype(np.float16).view(np.uint16)
 
     def batch(self, rows: int, context: int, wanted: int) -> Batch:
         group = RowGroup(
@@ -187,7 +186,7 @@ def main() -> None:
         path = Path(file)
         if not path.is_file():
             parser.error(f"{path}: no such file")
-        python, how = find_peer(path, args.peer_python)
+        python, how = find_llamacpp(path, args.peer_python)
         print(f"peer: llama-cpp-python, {how}", file=sys.stderr)
         results[name or path.stem] = measure(name or path.stem, path, args, python)
     if args.draft:

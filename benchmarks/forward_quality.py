@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from peers import LlamaCpp, find_peer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from paceline.bench.peers import LlamaCpp, find_llamacpp
 from paceline.models.base import RowGroup, pack
 from paceline.models.native import NativeModel, default_threads
 
@@ -116,7 +116,7 @@ def main() -> None:
     texts = args.text or [library / name for name in TEXTS]
     results: dict[str, dict[str, float]] = {}
     for path in args.models:
-        python, _ = find_peer(path, args.peer_python)
+        python, _ = find_llamacpp(path, args.peer_python)
         peer = LlamaCpp(python, path, threads=default_threads(), n_ctx=args.tokens)
         native, torch_model = NativeModel.from_gguf(path), reference(path)
         sums: dict[str, list[torch.Tensor]] = {}

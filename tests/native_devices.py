@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.models.base import Batch, LayerMask, RowGroup, pack
-from paceline.models.native import NativeKV, NativeModel
+from paceline.models.base import Batch, KVStore, LayerMask, RowGroup, TargetModel, pack
 
 BLOCK = 16
 
@@ -69,9 +68,9 @@ def tiny_tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
 class Runner:
     """Feeds sequences to a model, one block table per sequence."""
 
-    def __init__(self, model: NativeModel, n_blocks: int = 256, block: int = BLOCK) -> None:
+    def __init__(self, model: TargetModel, n_blocks: int = 256, block: int = BLOCK) -> None:
         self.model, self.block = model, block
-        self.kv: NativeKV = model.new_kv(n_blocks, block)  # type: ignore[assignment]
+        self.kv: KVStore = model.new_kv(n_blocks, block)
         self.tables: dict[int, np.ndarray] = {}
         self._next = 0
 

@@ -44,7 +44,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm(smollm_path: Path) -> LLM:
-    return LLM("smollm2-135m", draft="ngram", dtype="float32")
+    return LLM("smollm2-135m", draft="ngram", policy="fixed", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_perplexity_of_the_larger_model() -> None:
 def test_a_real_draft_agrees_as_often_as_it_should() -> None:
     """The 0.5B for the 1.5B on code, k = 4, greedy: tau near 4.5 (other engines agree on
     about 0.97 of the tokens); far below would mean a wrong cache or prompt format."""
-    llm = LLM("qwen2.5-coder-1.5b", draft="qwen2.5-coder-0.5b", k=4)
+    llm = LLM("qwen2.5-coder-1.5b", draft="qwen2.5-coder-0.5b", policy="fixed", k=4)
     question = "Write a Python function that returns the n-th Fibonacci number, with a docstring."
     prompt = llm.chat_tokens([{"role": "user", "content": question}])
     plain = llm.generate(prompt, SamplingParams(max_tokens=96, k=0))[0]

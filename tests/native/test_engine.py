@@ -52,13 +52,20 @@ def test_auto_takes_the_native_core(smollm_path: Path) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_same_bits_with_every_draft(kwargs: dict, temperature: float, plain) -> None:
     """Ids and log-probabilities, to the last bit, at any chunking and in any company."""
-    llm = LLM("smollm2-135m", engine=EngineConfig(kv_tokens=2048, prefill_chunk=5), **kwargs)
+    engine = EngineConfig(kv_tokens=2048, prefill_chunk=5)
+    llm = LLM("smollm2-135m", engine=engine, policy="fixed", **kwargs)
     assert texts(llm, temperature) == plain[temperature]
     assert llm.engine.stats.totals.accepted > 0
 
 
 def test_a_stored_draft_of_itself_is_never_refused(smollm_path: Path) -> None:
-    llm = LLM("smollm2-135m", draft="smollm2-135m", draft_weights="stored", engine=CONFIG)
+    llm = LLM(
+        "smollm2-135m",
+        draft="smollm2-135m",
+        draft_weights="stored",
+        policy="fixed",
+        engine=CONFIG,
+    )
     stats = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))[0].stats
     assert stats.accepted == stats.drafted > 0
 

@@ -1,4 +1,4 @@
-"""Loading GGUF files: what the file says is what runs, damage is a ValueError, the cache works."""
+"""Loading GGUF files: what the file says is what runs, damage is a UserError, the cache works."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import pytest
 import torch
 from native_devices import Runner, same_bits, tiny_config, tiny_tensors
 
-from paceline.models import native_weights
+from paceline.errors import UserError
+from paceline.models import gguf_weights, native_weights
+from paceline.models.config import from_gguf
+from paceline.models.decoder import build_decoder
+from paceline.models.gguf_file import open_gguf
 from paceline.models.native import NativeModel
+from paceline.models.native_core import native_core
+from paceline.models.native_source import GGUFStore, gather, source_of
+from paceline.models.native_weights import Quantize
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -30,6 +37,7 @@ def write_gguf(
     tensors: dict[str, torch.Tensor],
     kind: str = "F32",
     extra: dict[str, object] | None = None,
+    factors: np.ndarray | None = None,
 ) -> dict[str, torch.Tensor]:
     """Writes a tiny model; returns the tensors as the file holds them (after quantisation)."""
     arch = config["model_type"]
@@ -46,6 +54,8 @@ def write_gguf(
     w.add_rope_freq_base(config["rope_theta"])
     for key, value in (extra or {}).items():
         w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    if factors is not None:
+        w.add_tensor("rope_freqs.weight", factors)
     held = {}
     qtype = gguf.GGMLQuantizationType[kind]
     for name, tensor in tensors.items():
@@ -106,27 +116,36 @@ def test_file_and_state_are_one_model(tmp_path: Path, arch: str, kind: str) -> N
         assert (a - b).norm() / b.norm() < 0.03
 
 
-def test_rope_factors_and_linear_scaling(tmp_path: Path) -> None:
-    config = tiny_config("qwen2")
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+        },
+        "factors",
+    ],
+)
+def test_scaled_positions_are_those_of_the_file(tmp_path: Path, extra: dict | str) -> None:
+    """As the torch decoder of the same file has them."""
+    config, path = tiny_config("qwen2"), tmp_path / "m.gguf"
     tensors = tiny_tensors(config)
-    write_gguf(
-        tmp_path / "m.gguf",
-        config,
-        tensors,
-        extra={"qwen2.rope.scaling.type": "linear", "qwen2.rope.scaling.factor": 2.0},
-    )
-    linear = NativeModel.from_gguf(tmp_path / "m.gguf")
-    plain = NativeModel.from_state(config, tensors)
-    assert linear.config.inverse_frequencies == pytest.approx(
-        [f / 2 for f in plain.config.inverse_frequencies]
-    )
-    write_gguf(tmp_path / "y.gguf", config, tensors, extra={"qwen2.rope.scaling.type": "yarn"})
-    with pytest.raises(ValueError, match="yarn"):
-        NativeModel.from_gguf(tmp_path / "y.gguf")
+    keys = {f"qwen2.{k}": v for k, v in extra.items()} if isinstance(extra, dict) else {}
+    factors = np.linspace(1, 8, 16).astype(np.float32) if extra == "factors" else None
+    write_gguf(path, config, tensors, extra=keys, factors=factors)
+    decoder = from_gguf(path)
+    assert decoder.rope_scaling.kind == keys.get("qwen2.rope.scaling.type", "factors")
+    weights = gguf_weights.iter_tensors(path, decoder, torch.float32)
+    expected = build_decoder(decoder, weights, name="tiny", dtype=torch.float32)
+    tokens = np.random.default_rng(0).integers(0, 150, 200)
+    a, b = (Runner(m).prefill(0, tokens) for m in (NativeModel.from_gguf(path), expected))
+    assert (a - b).norm() / b.norm() < 0.005
 
 
 def test_cache_is_used_checked_and_optional(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny_config("qwen3")
     path = tmp_path / "m.gguf"
@@ -135,21 +154,87 @@ def test_cache_is_used_checked_and_optional(
     first = Runner(NativeModel.from_gguf(path)).prefill(0, tokens)
     (pack,) = native_weights.cache_directory().glob("*.pack")
     calls: list[int] = []
-    original = native_weights.write_packed
+    original = native_weights.pack
     monkeypatch.setattr(
-        native_weights, "write_packed", lambda *a: (calls.append(1), original(*a))[1]
+        native_weights, "pack", lambda *a, **k: (calls.append(1), original(*a, **k))[1]
     )
     assert same_bits(Runner(NativeModel.from_gguf(path)).prefill(0, tokens), first)
     assert not calls
-    pack.write_bytes(pack.read_bytes()[:-5000])  # damaged: made again
-    assert same_bits(Runner(NativeModel.from_gguf(path)).prefill(0, tokens), first)
-    assert len(calls) == 1
+    good = pack.read_bytes()
+    for damaged in (good[:-5000], good[:100], b"", b"?" * len(good)):  # made again
+        calls.clear()
+        pack.write_bytes(damaged)
+        assert same_bits(Runner(NativeModel.from_gguf(path)).prefill(0, tokens), first)
+        assert len(calls) == 1
+        assert pack.read_bytes() == good
     os.utime(path, ns=(time.time_ns(), time.time_ns()))  # another file as far as we know
     NativeModel.from_gguf(path)
     assert len(calls) == 2
     assert same_bits(Runner(NativeModel.from_gguf(path, use_cache=False)).prefill(0, tokens), first)
     monkeypatch.setenv("PACELINE_CACHE", "/proc/nowhere")  # not writable: runs from memory
     assert same_bits(Runner(NativeModel.from_gguf(path)).prefill(0, tokens), first)
+    assert "can't be kept in /proc/nowhere/native" in caplog.text
+
+
+@pytest.mark.parametrize("how", [None, "q4"])
+def test_pieces_are_packed_like_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Quantize | None
+) -> None:
+    """One tile at a time in several threads, or a matrix at a time; what is done is said."""
+    config, path = tiny_config("llama"), tmp_path / "m.gguf"
+    write_gguf(path, config, tiny_tensors(config), "Q8_0")
+    file = open_gguf(path)
+    decoder = from_gguf(file)
+    store, ids = GGUFStore(file, decoder), np.array([*range(40), 90, 149])
+    source = source_of(native_core(), decoder, store, quantize=how, head_ids=ids)
+    monkeypatch.setenv("PACELINE_THREADS", "1")
+    whole = native_weights.pack(native_core(), source)
+    monkeypatch.setenv("PACELINE_THREADS", "4")
+    monkeypatch.setattr(native_weights, "_JOB", 1)
+    said: list[tuple[int, int]] = []
+    pieces = native_weights.pack(
+        native_core(), source, progress=lambda done, total: said.append((done, total))
+    )
+    assert bytes(pieces.keep[0]) == bytes(whole.keep[0])
+    assert len(said) > 3 * 7 * 2
+    assert said == sorted(said)
+    assert said[-1][0] == said[-1][1] == sum(m.data.nbytes for m in pieces.matrices.values())
+
+
+def test_a_file_that_shrinks_while_it_is_packed(tmp_path: Path) -> None:
+    config, path = tiny_config("qwen2"), tmp_path / "m.gguf"
+    write_gguf(path, config, tiny_tensors(config))
+    file = open_gguf(path)
+    decoder = from_gguf(file)
+    store = GGUFStore(file, decoder)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="is truncated inside"):
+        NativeModel.from_store(decoder, store)
+    assert not list(native_weights.cache_directory().glob("*"))
+
+
+def test_rows_are_gathered_in_few_reads() -> None:
+    table = np.arange(5000, dtype=np.uint8).reshape(1000, 5)
+    reads: list[int] = []
+
+    def read(first: int, last: int) -> np.ndarray:
+        reads.append(last - first)
+        return table[first:last]
+
+    rng = np.random.default_rng(0)
+    for wanted, n_reads, n_rows in (
+        (rng.permutation(np.arange(100, 300)), 1, 200),
+        (np.array([999, 0, 2, 5]), 2, 7),
+        (np.array([7, 7]), 1, 1),
+    ):
+        reads.clear()
+        assert (gather(wanted, read) == table[wanted]).all()
+        assert (len(reads), sum(reads)) == (n_reads, n_rows)
+
+
+def test_every_format_that_torch_reads_has_a_native_form() -> None:
+    for kind in gguf_weights.FORMATS:
+        assert native_core().format_of_gguf(int(gguf.GGMLQuantizationType[kind])) >= 0, kind
 
 
 def test_requantised_draft(tmp_path: Path) -> None:
@@ -176,17 +261,17 @@ def test_unusable_files_are_value_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         NativeModel.from_gguf(path)
     path.write_bytes(b"hello")
-    with pytest.raises(ValueError, match="not a GGUF file"):
+    with pytest.raises(ValueError, match="not a usable GGUF file"):
         NativeModel.from_gguf(path)
     write_gguf(path, {**config, "model_type": "gpt2"}, tensors)
     with pytest.raises(ValueError, match="gpt2"):
         NativeModel.from_gguf(path)
     missing = {k: v for k, v in tensors.items() if "layers.1.mlp.up" not in k}
     write_gguf(path, config, missing)
-    with pytest.raises(ValueError, match=r"blk\.1\.ffn_up\.weight is missing"):
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
         NativeModel.from_gguf(path)
     write_gguf(path, {**config, "num_hidden_layers": 2}, tensors)
-    with pytest.raises(ValueError, match=r"does not know tensor blk\.2"):
+    with pytest.raises(ValueError, match=r"blk\.2\.\S+ is not part of"):
         NativeModel.from_gguf(path)
     write_gguf(path, {**config, "intermediate_size": 176}, tensors)
     with pytest.raises(ValueError, match="ffn_gate"):

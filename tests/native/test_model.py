@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from native_devices import Runner, same_bits, tiny_config, tiny_tensors
 
+from paceline.errors import UserError
 from paceline.models.base import FINAL, LayerMask, Numerics
+from paceline.models.config import from_hf
+from paceline.models.decoder import build_decoder
 from paceline.models.native import NativeModel, kernel_paths
 
 ARCHS = ["llama", "qwen2", "qwen3"]
@@ -248,10 +251,52 @@ def test_wrong_batches_are_value_errors() -> None:
     assert len(model.forward(run.batch(run.group(0, [1], 0, wanted=[])), run.kv).logits_RV) == 0
     for changes, match in (
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"head_dim": 20}, "divisible by 16"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"head_dim": 20}, "head size divisible by 16"),
+        ({"hidden_size": 72}, "hidden size divisible by 16"),
+        ({"num_attention_heads": 65, "num_key_value_heads": 1}, "among 65 query heads"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
     ):
-        with pytest.raises(ValueError, match=match):
-            NativeModel.from_state({**config, **changes}, {})
-    with pytest.raises(ValueError, match="is missing"):
+        wrong = {**config, **changes}
+        with pytest.raises(UserError, match=match):
+            NativeModel.from_state(wrong, tiny_tensors(wrong))
+    with pytest.raises(UserError, match="is missing"):
         NativeModel.from_state(config, {})
+    tensors = tiny_tensors(config)
+    for name, tensor, match in (
+        ("model.layers.0.self_attn.o_proj.bias", torch.zeros(96), "does not know tensor"),
+        ("model.norm.weight", torch.zeros(95), r"is \[95\], not \[96\]"),
+    ):
+        with pytest.raises(UserError, match=match):
+            NativeModel.from_state(config, {**tensors, name: tensor})
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "yarn", "factor": 4.0, "attention_factor": 1.7,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)  # fmt: skip
+def test_scaled_positions_equal_the_torch_decoder(scaling: dict[str, object]) -> None:
+    """The same scaled model in torch is near; the unscaled one is far."""
+    config = tiny_config("qwen2", rope_scaling=scaling)
+    tensors = tiny_tensors(config)
+    tokens = np.random.default_rng(0).integers(0, 150, 200)
+    got = Runner(NativeModel.from_state(config, tensors)).prefill(0, tokens)
+    torch_logits = [
+        Runner(
+            build_decoder(from_hf(c), tensors.items(), name="tiny", dtype=torch.float32)
+        ).prefill(0, tokens)
+        for c in (config, tiny_config("qwen2"))
+    ]
+    near, far = ((got - other).norm() / other.norm() for other in torch_logits)
+    assert near < 0.005
+    assert far > 0.05

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -123,10 +123,12 @@ def pack(groups: Seq[RowGroup], block_size: int) -> Batch:
 @dataclass(frozen=True, kw_only=True)
 class TargetOutput:
     """logits_RV: float32, one row per `Batch.wanted_R`; taps[i]: [N, D] hidden states that
-    enter layer i (i = L: that leave the last layer; FINAL: after the final norm)."""
+    enter layer i (i = L: that leave the last layer; FINAL: after the final norm), of the
+    rows of all sequences: those of sequence b are [starts_B1[b], starts_B1[b + 1])."""
 
     logits_RV: torch.Tensor
     taps: dict[int, torch.Tensor] = field(default_factory=dict)
+    starts_B1: Int32 = field(default_factory=lambda: np.zeros(1, np.int32))
 
 
 class KVStore(Protocol):
@@ -179,3 +181,17 @@ class TargetModel(Protocol):
         taps: tuple[int, ...] = (),
         layer_mask: LayerMask | None = None,
     ) -> TargetOutput: ...
+
+
+@runtime_checkable
+class TargetTables(Protocol):
+    """A target's embeddings and output projection, row by row, for heads that borrow them.
+    float32 on the target's device, dequantised where they are stored in fewer bits."""
+
+    def embedding_rows(self, tokens: Seq[int]) -> torch.Tensor:
+        """[n, D]: the embeddings of `tokens`."""
+        ...
+
+    def head_rows(self, tokens: Seq[int]) -> torch.Tensor:
+        """[n, D]: the rows of the output projection for `tokens`."""
+        ...

@@ -146,6 +146,14 @@ def from_hf(source: Mapping[str, Any] | str | Path) -> DecoderConfig:
     return _HFReader(load_json(file), str(file)).read(extra)
 
 
+def rope_from_hf(
+    config: Mapping[str, Any], where: str = "config"
+) -> tuple[float, RopeScaling, int]:
+    """Rotary base, scaling and context length of a Hugging Face config, by the old keys or by
+    `rope_parameters`. UserError for what is not supported."""
+    return _HFReader(config, where)._rope()
+
+
 def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; anything else is a one-line `UserError`."""
     try:

@@ -7,6 +7,7 @@ E head size, V vocabulary, L layers, P positions.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +94,13 @@ class TorchDecoder:
             device=self.device,
         )
 
+    def embedding_rows(self, tokens: Seq[int]) -> torch.Tensor:
+        return self.embedding_VD[torch.tensor(tokens, device=self.device)].float()
+
+    def head_rows(self, tokens: Seq[int]) -> torch.Tensor:
+        weight_VD = self.head.plain()
+        return weight_VD[torch.tensor(tokens, device=self.device)].float()
+
     @torch.inference_mode()
     def forward(
         self,
@@ -136,7 +144,7 @@ class TorchDecoder:
         if len(batch.wanted_R) < batch.n_rows:
             h_ND = h_ND[torch.from_numpy(batch.wanted_R).to(device)]
         logits_RV = self.head(_norm(h_ND, self.final_norm_D, c.rms_eps)).float()
-        return TargetOutput(logits_RV=logits_RV, taps=kept)
+        return TargetOutput(logits_RV=logits_RV, taps=kept, starts_B1=batch.starts_B1)
 
     def _qkv(
         self, layer: Layer, x_ND: torch.Tensor, cos_NE: torch.Tensor, sin_NE: torch.Tensor

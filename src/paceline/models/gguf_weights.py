@@ -332,11 +332,18 @@ def _decode_all(
     with _Reader(file, dtype) as reader:
         for name, info in places.items():
             tensor = reader.read(info)
-            if config.architecture == "llama" and ".q_proj." in name:
-                tensor = half_order(tensor, config.n_heads)
-            elif config.architecture == "llama" and ".k_proj." in name:
-                tensor = half_order(tensor, config.n_kv_heads)
-            yield name, tensor
+            heads = interleaved_heads(config, name)
+            yield name, tensor if heads is None else half_order(tensor, heads)
+
+
+def interleaved_heads(config: DecoderConfig, name: str) -> int | None:
+    """The heads of a tensor (standard name) whose rows the file holds as rotary pairs, for
+    `half_order`; None where it holds them in the decoder's order."""
+    if config.architecture == "llama" and ".q_proj." in name:
+        return config.n_heads
+    if config.architecture == "llama" and ".k_proj." in name:
+        return config.n_kv_heads
+    return None
 
 
 def half_order(weight: torch.Tensor, n_heads: int) -> torch.Tensor:

@@ -32,6 +32,10 @@ class Linear:
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), 8)
         self.weight = weight_OI
 
+    def plain(self) -> torch.Tensor:
+        """The weight [O, I] in plain layout (a copy where it is packed)."""
+        return self.weight.to_dense() if self.packed else self.weight
+
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         if not self.packed:
             return F.linear(x_NI, self.weight, self.bias_O)

@@ -4,42 +4,49 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import get_args
 
+import numpy as np
 import torch
 
 from paceline.errors import UserError
 from paceline.models import gguf_weights, safetensors_weights
-from paceline.models.base import TargetModel
+from paceline.models.base import Int32, TargetModel
 from paceline.models.catalog import ModelSource, resolve_model
 from paceline.models.config import DecoderConfig, from_gguf, from_hf, tensor_shapes
 from paceline.models.decoder import build_decoder
-from paceline.models.gguf_file import open_gguf
+from paceline.models.gguf_file import GGUFFile, open_gguf
 from paceline.models.native import NativeModel, is_available
+from paceline.models.native_config import NativeConfig
+from paceline.models.native_core import native_core
+from paceline.models.native_source import FolderStore, GGUFStore, Store, source_of
+from paceline.models.native_weights import Quantize, Source
 from paceline.models.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Called while the native core packs weights (once, then they are kept): the model's name, and
+#: the share that is done.
+OnPack = Callable[[str, float], None]
 #: Tokens of a fast draft's head.
 FAST_HEAD = 32768
 #: Stored formats that are not quantised.
 _PLAIN_FORMATS = ("F32", "F16", "BF16")
-#: Packed weights of the native core against the file, and the share of a head that is packed
-#: anew.
-_NATIVE_SIZE = 1.2
+_QUANTISED = get_args(Quantize)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A model on disk whose header is read and whose weights are not.
 
-    native: run it on the native CPU core, from the weights as they are stored; dtype is then
-        that of the torch path, which takes over where the core can't run the model.
-    fast: for drafts on the native core: weights re-quantised to 4 bits, and only the logits
-        of the `FAST_HEAD` most frequent tokens computed. A draft's law is whatever is drawn
-        from, so this changes no output's law, only how often proposals are accepted.
+    store: where the native CPU core takes the weights from; None runs it in torch, in `dtype`.
+    quantize: on the native core, matrices that are stored in more bits are quantised to these.
+    fast: for drafts on the native core: quantised to 4 bits, and only the logits of the
+        `FAST_HEAD` most frequent tokens computed. A draft's law is whatever is drawn from, so
+        this changes no output's law, only how often proposals are accepted.
     """
 
     source: ModelSource
@@ -47,8 +54,15 @@ class Checkpoint:
     tokenizer: Tokenizer
     dtype: torch.dtype
     device: torch.device
-    native: bool = False
+    store: Store | None = None
+    quantize: Quantize | None = None
     fast: bool = False
+    on_pack: OnPack | None = None
+
+    @property
+    def native(self) -> bool:
+        """Whether it runs on the native CPU core."""
+        return self.store is not None
 
     @property
     def fast_head(self) -> list[int] | None:
@@ -63,8 +77,11 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the loaded weights, each held once."""
-        if self.native:
-            return int(_NATIVE_SIZE * Path(self.source.path).stat().st_size)
+        if self.store is not None:
+            head = self.fast_head
+            ids = None if head is None else np.array(head, np.int32)
+            source = _source(self.config, self.store, self._bits, ids)
+            return source.nbytes(native_core())
         size = torch.empty((), dtype=self.dtype).element_size()
         return size * sum(math.prod(s) for s in tensor_shapes(self.config).values())
 
@@ -72,61 +89,121 @@ class Checkpoint:
     def kv_slot_bytes(self) -> int:
         """Cache bytes of one token."""
         c = self.config
-        size = torch.empty((), dtype=self.dtype).element_size()
+        size = 2 if self.native else torch.empty((), dtype=self.dtype).element_size()
         return 2 * c.n_layers * c.n_kv_heads * c.head_dim * size
+
+    @property
+    def _bits(self) -> Quantize | None:
+        return "q4" if self.fast else self.quantize
 
     def load(self) -> TargetModel:
         """UserError where a tensor is missing, unknown or damaged."""
-        if self.native:
-            try:
-                return NativeModel.from_gguf(
-                    self.source.path,
-                    name=self.source.name,
-                    quantize="q4" if self.fast else None,
-                    head_ids=self.fast_head,
-                )
-            except ValueError as e:
-                log.warning("the native core can't run %s (%s); using torch", self.source.name, e)
-        path, config = Path(self.source.path), self.config
+        name, on_pack = self.source.name, self.on_pack
+        if self.store is not None:
+            return NativeModel.from_store(
+                self.config,
+                self.store,
+                name=name,
+                quantize=self._bits,
+                head_ids=self.fast_head,
+                progress=on_pack and (lambda done, total: on_pack(name, done / total)),
+            )
         reader = gguf_weights if self.source.kind == "gguf" else safetensors_weights
-        tensors = reader.iter_tensors(path, config, self.dtype)
-        return build_decoder(
-            config, tensors, name=self.source.name, dtype=self.dtype, device=self.device
-        )
+        tensors = reader.iter_tensors(self.source.path, self.config, self.dtype)
+        return build_decoder(self.config, tensors, name=name, dtype=self.dtype, device=self.device)
+
+    def quantised(self, quantize: Quantize) -> Checkpoint:
+        """The same on the native core, in few bits. UserError where that can't be."""
+        name = self.source.name
+        store = self.store or _open_store(self.source, self.config)
+        try:
+            NativeConfig.from_decoder(self.config)
+        except UserError as e:
+            raise UserError(f"dtype {quantize!r} can't be had for {name}: {e}") from None
+        stored = _source(self.config, store).matrices
+        packed = _source(self.config, store, quantize).matrices
+        if all(m.format == stored.get(k, stored["embedding"]).format for k, m in packed.items()):
+            raise UserError(
+                f"dtype {quantize!r} would change nothing in {name}: its weights take no more "
+                "bits than that already, or their widths are no multiples of 32; use dtype auto"
+            )
+        return replace(self, store=store, quantize=quantize)
 
 
-def open_checkpoint(spec: str, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:
+def open_checkpoint(
+    spec: str, *, dtype: str = "auto", device: str = "auto", on_pack: OnPack | None = None
+) -> Checkpoint:
     """Find a model (catalog name, path or Hub id; downloaded where needed) and read its
     config and tokenizer. UserError where it can't be had or is not supported."""
-    where = parse_device(device)
-    kind = parse_dtype(dtype, where)
+    quantize = next((q for q in _QUANTISED if q == dtype), None)
+    where = parse_device(device) if quantize is None else _native_device(quantize, device)
+    kind = parse_dtype("auto" if quantize else dtype, where)
     source = resolve_model(spec)
+    store = None
     if source.kind == "gguf":
-        config, tokenizer = from_gguf(source.path), Tokenizer.from_gguf(source.path)
+        file = open_gguf(source.path)
+        config, tokenizer = from_gguf(file), Tokenizer.from_gguf(file)
+        if dtype == "auto" and where.type == "cpu":
+            store = _stored_form(file, config, source.name)
     else:
         config, tokenizer = from_hf(source.path), Tokenizer.from_folder(source.path)
-    native = source.kind == "gguf" and _wants_native(dtype, where, source)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         source=source,
         config=config,
         tokenizer=tokenizer,
         dtype=kind,
         device=where,
-        native=native,
+        store=store,
+        on_pack=on_pack,
     )
+    return checkpoint if quantize is None else checkpoint.quantised(quantize)
 
 
-def _wants_native(dtype: str, device: torch.device, source: ModelSource) -> bool:
-    """'auto' is the native core for quantised weights on a CPU, where it was built."""
-    if dtype != "auto" or device.type != "cpu":
-        return False
-    tensors = open_gguf(source.path).tensors.values()
-    if all(t.kind in _PLAIN_FORMATS for t in tensors):
-        return False
+def _native_device(dtype: str, device: str) -> torch.device:
+    """Where weights of few bits run. UserError where they can't."""
+    where = torch.device("cpu") if device == "auto" else parse_device(device)
+    if where.type != "cpu":
+        raise UserError(
+            f"dtype {dtype!r} is for the native CPU core, not for device {device!r}: "
+            "use device cpu, or dtype bfloat16"
+        )
+    built, why = is_available()
+    if not built:
+        raise UserError(f"dtype {dtype!r} needs the native CPU core, but {why}; use bfloat16")
+    return where
+
+
+def _stored_form(file: GGUFFile, config: DecoderConfig, name: str) -> Store | None:
+    """'auto' is the native core for quantised weights on a CPU, where it was built and runs
+    such models."""
+    if all(t.kind in _PLAIN_FORMATS for t in file.tensors.values()):
+        return None
     built, why = is_available()
     if not built:
         log.warning("%s; using torch", why)
-    return built
+        return None
+    store = GGUFStore(file, config)
+    try:
+        NativeConfig.from_decoder(config)
+    except UserError as e:
+        log.warning("the native core can't run %s (%s); using torch", name, e)
+        return None
+    return store
+
+
+def _open_store(source: ModelSource, config: DecoderConfig) -> Store:
+    if source.kind == "gguf":
+        return GGUFStore(open_gguf(source.path), config)
+    return FolderStore(source.path, config)
+
+
+def _source(
+    config: DecoderConfig,
+    store: Store,
+    quantize: Quantize | None = None,
+    head_ids: Int32 | None = None,
+) -> Source:
+    return source_of(native_core(), config, store, quantize=quantize, head_ids=head_ids)
 
 
 def parse_device(name: str) -> torch.device:
@@ -154,5 +231,7 @@ def parse_dtype(name: str, device: torch.device) -> torch.dtype:
         )
         return torch.bfloat16 if native else torch.float32
     if name not in DTYPES:
-        raise UserError(f"unknown dtype {name!r}: use auto, {' or '.join(DTYPES)}")
+        raise UserError(
+            f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}, {' or '.join(_QUANTISED)}"
+        )
     return DTYPES[name]

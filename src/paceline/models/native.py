@@ -1,10 +1,10 @@
 """The native CPU core behind the `TargetModel` interface.
 
-`NativeModel.from_gguf(path)` runs a GGUF file, `NativeModel.from_state(config, tensors)` float
-tensors in memory (optionally quantised). A row's logits are bit-identical whatever else shares
-the pass, for any number of threads and on every instruction-set path (ROW_INVARIANT): integer
-dot products are exact, every float reduction has one fixed order, and attention is split at
-fixed positions (Flash-Decoding, Dao et al. 2023, with a fixed split size).
+`NativeModel.from_gguf(path)` runs a GGUF file, `from_folder(path)` safetensors,
+`from_state(config, tensors)` tensors in memory. A row's logits are bit-identical whatever else
+shares the pass, for any number of threads and on every instruction-set path (ROW_INVARIANT):
+integer dot products are exact, every float reduction has one fixed order, and attention is
+split at fixed positions (Flash-Decoding, Dao et al. 2023, with a fixed split size).
 
 The extension is optional. `is_available()` says whether it is there; without it the torch path
 still works.
@@ -12,18 +12,17 @@ still works.
 
 from __future__ import annotations
 
-import importlib
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.errors import UserError
 from paceline.models.base import (
     FINAL,
     Batch,
@@ -34,131 +33,52 @@ from paceline.models.base import (
     Numerics,
     TargetOutput,
 )
-from paceline.models.native_config import NativeConfig, config_from_hf
-from paceline.models.native_gguf import source_from_gguf
+from paceline.models.config import DecoderConfig, from_gguf, from_hf
+from paceline.models.gguf_file import open_gguf
+from paceline.models.native_config import NativeConfig
+from paceline.models.native_core import default_threads, is_available, kernel_paths, native_core
+from paceline.models.native_kv import NativeKV
+from paceline.models.native_linear import NativeLinear
+from paceline.models.native_source import FolderStore, GGUFStore, StateStore, Store, source_of
 from paceline.models.native_weights import (
-    DENSE_BF16,
-    DENSE_F16,
-    DENSE_F32,
-    Q4_SUPER,
-    Q8_SYM,
-    Floats,
     Packed,
-    PackedMatrix,
+    Progress,
     Quantize,
-    Source,
-    anonymous_memory,
     cache_key,
-    float_matrix,
+    check_quantize,
     load_cached,
-    pack_in_memory,
+    pack,
 )
 
-_native: Any = None
-_reason = ""
-try:
-    # By name: the extension is no part of the package's import graph.
-    _native = importlib.import_module("paceline._native")
-except ImportError as error:
-    _reason = str(error)
+__all__ = [
+    "NativeKV", "NativeLinear", "NativeModel", "default_threads", "is_available", "kernel_paths",
+]  # fmt: skip
 
 _FORMAT_NAMES = (
     "q4", "q4", "q6", "q6", "q6", "q6", "q8", "bf16", "f16", "f32",
 )  # fmt: skip
 
 
-def is_available() -> tuple[bool, str]:
-    """(True, kernel path) where the extension imported, else (False, the reason)."""
-    if _native is None:
-        return False, f"the native CPU core was not built: {_reason}"
-    return True, str(_native.paths()[0])
+class LoadOptions(TypedDict, total=False):
+    """How weights are loaded.
 
+    name: how reports call the model. threads: of the core (default: all cores).
+    quantize: "q4" or "q8" requantises matrices that are stored in more bits.
+    head_ids, compact_logits: see `NativeModel`.
+    use_cache: keep packed weights that come from files in the cache folder, and take them
+        from there (default: yes).
+    kernel_path: one of `kernel_paths()` (default: the fastest).
+    progress: called while weights are packed.
+    """
 
-def kernel_paths() -> list[str]:
-    """Instruction-set paths that run on this machine, fastest first."""
-    return list(_core().paths())
-
-
-def default_threads() -> int:
-    """The cores that this process may use ($PACELINE_THREADS overrides)."""
-    text = os.environ.get("PACELINE_THREADS", "")
-    if text:
-        if not text.isdigit() or not 1 <= int(text) <= 64:
-            raise ValueError(f"PACELINE_THREADS must be in 1..64, not {text!r}")
-        return int(text)
-    return max(1, min(64, len(os.sched_getaffinity(0))))
-
-
-def _core() -> Any:
-    if _native is None:
-        raise ValueError(f"the native CPU core was not built ({_reason}); use the torch path")
-    return _native
-
-
-class NativeLinear:
-    """A weight matrix on the native kernels: out_NV = x_NK @ weight_VK.T, row-invariant."""
-
-    def __init__(self, packed: PackedMatrix, *, threads: int | None = None, path: str = "") -> None:
-        self._linear = _core().Linear(packed.format, packed.n_out, packed.n_in, packed.data)
-        self._threads = default_threads() if threads is None else threads
-        self._path = path
-        self.n_out, self.n_in, self.format = packed.n_out, packed.n_in, packed.format
-        self.nbytes = packed.data.nbytes
-
-    @staticmethod
-    def from_float(
-        weight_VK: torch.Tensor,
-        *,
-        quantize: Quantize | None = None,
-        threads: int | None = None,
-        path: str = "",
-    ) -> NativeLinear:
-        """Packs float weights [V, K]: 4-bit, 8-bit, or as they are (float32, bf16, fp16)."""
-        core = _core()
-        matrix = float_matrix(
-            core, weight_VK.detach().float().numpy(), _float_format(weight_VK, quantize)
-        )
-        data = np.empty(matrix.nbytes(core), np.uint8)
-        matrix.write(data)
-        packed = PackedMatrix(format=matrix.format, n_out=matrix.n_out, n_in=matrix.n_in, data=data)
-        return NativeLinear(packed, threads=threads, path=path)
-
-    def __call__(self, x_NK: torch.Tensor) -> torch.Tensor:
-        """x_NK: float32 [N, K]. Returns float32 [N, V]."""
-        x = np.ascontiguousarray(x_NK.detach().float().numpy())
-        if x.ndim != 2 or x.shape[1] != self.n_in:
-            raise ValueError(f"expected activations [N, {self.n_in}], got {list(x_NK.shape)}")
-        out = np.empty((len(x), self.n_out), np.float32)
-        self._linear.run(x, out, self._threads, self._path)
-        return torch.from_numpy(out)
-
-    def row(self, index: int) -> torch.Tensor:
-        """Row `index` of the weights, dequantised: float32 [K]."""
-        out = np.empty(self.n_in, np.float32)
-        self._linear.row(index, out)
-        return torch.from_numpy(out)
-
-
-class NativeKV:
-    """fp16 keys and values, [L, 2, K, slots, E]; see `KVStore`."""
-
-    def __init__(self, config: NativeConfig, n_blocks: int, block_size: int) -> None:
-        if n_blocks < 1 or block_size < 1:
-            raise ValueError(f"a cache needs blocks: {n_blocks} of {block_size} slots")
-        self.n_blocks, self.block_size = n_blocks, block_size
-        shape = (config.n_layers, 2, config.n_kv_heads, n_blocks * block_size, config.head_size)
-        self._memory = anonymous_memory(2 * math.prod(shape))  # not touched yet
-        self.data_L2KSE = np.frombuffer(self._memory, np.uint16).reshape(shape)
-        self.flat = self.data_L2KSE.reshape(-1)
-
-    @property
-    def nbytes(self) -> int:
-        return self.data_L2KSE.nbytes
-
-    def move(self, source: Int32, destination: Int32) -> None:
-        """Copies slots in every layer; all are read before any is written."""
-        if len(source):
-            self.data_L2KSE[:, :, :, destination] = self.data_L2KSE[:, :, :, source]
+    name: str
+    threads: int | None
+    quantize: Quantize | None
+    head_ids: npt.ArrayLike | None
+    compact_logits: bool
+    use_cache: bool
+    kernel_path: str | None
+    progress: Progress | None
 
 
 class NativeModel:
@@ -171,19 +91,21 @@ class NativeModel:
 
     def __init__(
         self,
+        config: NativeConfig,
         packed: Packed,
         *,
+        name: str = "native",
         threads: int | None = None,
         path: str | None = None,
         head_ids: Int32 | None = None,
         compact_logits: bool = False,
     ) -> None:
-        core = _core()
-        c = self.config = packed.config
+        core = native_core()
+        c = self.config = config
         self._packed = packed
         self._linears = {
-            name: core.Linear(m.format, m.n_out, m.n_in, m.data)
-            for name, m in packed.matrices.items()
+            role: core.Linear(m.format, m.n_out, m.n_in, m.data)
+            for role, m in packed.matrices.items()
         }
         self.head_ids = head_ids
         self.compact_logits = compact_logits
@@ -197,7 +119,7 @@ class NativeModel:
             head_size=c.head_size,
             eps=c.norm_eps,
             inverse_frequencies=list(c.inverse_frequencies),
-            rope_scale=1.0,
+            rope_scale=c.rope_scale,
             embedding_scale=1.0,
             embedding=self._linears["embedding"],
             head=head,
@@ -208,81 +130,76 @@ class NativeModel:
         for i in range(c.n_layers):
             prefix = f"{i}."
             parts = {
-                name.removeprefix(prefix): value
+                role.removeprefix(prefix): value
                 for group in (self._linears, packed.vectors)
-                for name, value in group.items()
-                if name.startswith(prefix)
+                for role, value in group.items()
+                if role.startswith(prefix)
             }
             self._model.add_layer(**parts)
-        self.info = self._describe()
+        self.info = self._describe(name)
 
     @staticmethod
-    def from_gguf(
-        path: str | Path,
+    def from_gguf(path: str | Path, **options: Unpack[LoadOptions]) -> NativeModel:
+        """Loads a GGUF file."""
+        file = open_gguf(path)
+        config = from_gguf(file)
+        given: LoadOptions = {"name": file.path.stem, **options}
+        return NativeModel.from_store(config, GGUFStore(file, config), **given)
+
+    @staticmethod
+    def from_folder(path: str | Path, **options: Unpack[LoadOptions]) -> NativeModel:
+        """Loads a folder of safetensors with its config.json."""
+        folder, config = Path(path), from_hf(path)
+        given: LoadOptions = {"name": folder.name, **options}
+        return NativeModel.from_store(config, FolderStore(folder, config), **given)
+
+    @staticmethod
+    def from_state(
+        config: Any, tensors: Mapping[str, torch.Tensor], **options: Unpack[LoadOptions]
+    ) -> NativeModel:
+        """From float tensors by their standard names (`tensor_shapes`), with a HF config
+        (object or dict) or a `DecoderConfig`."""
+        if not isinstance(config, DecoderConfig):
+            config = from_hf(config if isinstance(config, Mapping) else config.to_dict())
+        return NativeModel.from_store(config, StateStore(tensors, config), **options)
+
+    @staticmethod
+    def from_store(
+        config: DecoderConfig,
+        store: Store,
         *,
+        name: str = "native",
         threads: int | None = None,
         quantize: Quantize | None = None,
         head_ids: npt.ArrayLike | None = None,
         compact_logits: bool = False,
         use_cache: bool = True,
         kernel_path: str | None = None,
-        name: str | None = None,
+        progress: Progress | None = None,
     ) -> NativeModel:
-        """Loads a GGUF file (llama, qwen2 or qwen3).
+        """Packs weights, or takes them packed from the cache folder, and runs them. Options: see
+        `LoadOptions`.
 
-        quantize: "q4" or "q8" requantises what is stored in more bits (for a draft model).
-        use_cache: keep the packed weights under $PACELINE_CACHE or ~/.cache/paceline.
-        Raises ValueError with the reason for a file that is damaged or cannot run here.
+        Raises UserError with the reason for weights that are damaged or can't run here.
         """
-        core = _core()
-        _check_quantize(quantize)
-        file = Path(path)
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file")
-        ids = None if head_ids is None else np.unique(np.asarray(head_ids)).astype(np.int32)
-        if ids is not None and (len(ids) == 0 or ids[0] < 0):
-            raise ValueError("head_ids must name at least one vocabulary id, none negative")
-        options = {
-            "layout": core.LAYOUT_VERSION,
-            "quantize": quantize,
-            "head": None if ids is None else ids.tolist(),
-        }
-
-        def make() -> Source:
-            source = source_from_gguf(core, file, quantize=quantize, head_ids=ids)
-            if ids is not None and ids[-1] >= source.config.vocab_size:
-                raise ValueError(f"head id {ids[-1]} is outside the vocabulary")
-            return source
-
-        packed = load_cached(core, cache_key(file, options), make, use_cache=use_cache)
-        model = NativeModel(
-            packed, threads=threads, path=kernel_path, head_ids=ids, compact_logits=compact_logits
-        )
-        if name is not None:
-            model.info = replace(model.info, name=name)
-        return model
-
-    @staticmethod
-    def from_state(
-        config: Any,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        threads: int | None = None,
-        quantize: Quantize | None = None,
-        head_ids: npt.ArrayLike | None = None,
-        compact_logits: bool = False,
-        kernel_path: str | None = None,
-    ) -> NativeModel:
-        """From float tensors by their transformers names ("model.layers.0...."), with a HF
-        config (object or dict) or a `NativeConfig`. Without `quantize` matrices keep their
-        dtype. Raises ValueError for shapes that the core cannot run."""
-        core = _core()
-        _check_quantize(quantize)
-        c = config if isinstance(config, NativeConfig) else config_from_hf(config)
-        ids = None if head_ids is None else np.unique(np.asarray(head_ids)).astype(np.int32)
-        source = _source_from_state(core, c, tensors, quantize, ids)
+        core = native_core()
+        check_quantize(quantize)
+        native = NativeConfig.from_decoder(config)
+        ids = _head_ids(head_ids, config.vocab_size)
+        source = source_of(core, config, store, quantize=quantize, head_ids=ids)
+        if use_cache and store.files:
+            what = {
+                "layout": core.LAYOUT_VERSION,
+                "quantize": quantize,
+                "head": None if ids is None else ids.tolist(),
+            }
+            packed = load_cached(core, source, cache_key(store.files, what), progress=progress)
+        else:
+            packed = pack(core, source, progress=progress)
         return NativeModel(
-            pack_in_memory(core, source),
+            native,
+            packed,
+            name=name,
             threads=threads,
             path=kernel_path,
             head_ids=ids,
@@ -319,6 +236,20 @@ class NativeModel:
         """The embedding of a token: float32 [D]."""
         out = np.empty(self.config.hidden_size, np.float32)
         self._linears["embedding"].row(token, out)
+        return torch.from_numpy(out)
+
+    def embedding_rows(self, tokens: Seq[int]) -> torch.Tensor:
+        return self._rows("embedding", tokens)
+
+    def head_rows(self, tokens: Seq[int]) -> torch.Tensor:
+        if self.head_ids is not None:
+            raise ValueError("this model's head is cut to some tokens; load it whole")
+        return self._rows("head" if "head" in self._linears else "embedding", tokens)
+
+    def _rows(self, matrix: str, tokens: Seq[int]) -> torch.Tensor:
+        out = np.empty((len(tokens), self.config.hidden_size), np.float32)
+        for row, token in zip(out, tokens, strict=True):
+            self._linears[matrix].row(token, row)
         return torch.from_numpy(out)
 
     def new_kv(self, n_blocks: int, block_size: int) -> KVStore:
@@ -371,7 +302,7 @@ class NativeModel:
             full = torch.full((len(logits), c.vocab_size), -torch.inf)
             full[:, torch.from_numpy(self.head_ids).long()] = logits
             logits = full
-        return TargetOutput(logits_RV=logits, taps=tapped)
+        return TargetOutput(logits_RV=logits, taps=tapped, starts_B1=batch.starts_B1)
 
     def _masks(
         self, mask: LayerMask | None
@@ -383,15 +314,15 @@ class NativeModel:
             raise ValueError(f"the layer mask must have {n} entries per sub-layer")
         return np.array(mask.attention_L, np.uint8), np.array(mask.mlp_L, np.uint8)
 
-    def _describe(self) -> ModelInfo:
+    def _describe(self, name: str) -> ModelInfo:
         c = self.config
-        body = [m for name, m in self._packed.matrices.items() if name != "embedding"]
+        body = [m for role, m in self._packed.matrices.items() if role != "embedding"]
         largest: dict[str, int] = {}
         for m in body or list(self._packed.matrices.values()):
             kind = _FORMAT_NAMES[m.format]
             largest[kind] = largest.get(kind, 0) + m.data.nbytes
         return ModelInfo(
-            name=c.name,
+            name=name,
             vocab_size=c.vocab_size,
             n_layers=c.n_layers,
             hidden_size=c.hidden_size,
@@ -404,64 +335,12 @@ class NativeModel:
         )
 
 
-def _check_quantize(quantize: object) -> None:
-    if quantize not in (None, "q4", "q8"):
-        raise ValueError(f"quantize must be None, 'q4' or 'q8', not {quantize!r}")
-
-
-def _float_format(weight: torch.Tensor, quantize: Quantize | None) -> int:
-    if quantize is not None and weight.shape[1] % 32 == 0:
-        return {"q4": Q4_SUPER, "q8": Q8_SYM}[quantize]
-    return {torch.bfloat16: DENSE_BF16, torch.float16: DENSE_F16}.get(weight.dtype, DENSE_F32)
-
-
-_STATE_MATRICES = {
-    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}  # fmt: skip
-_STATE_VECTORS = {
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-}
-
-
-def _source_from_state(
-    core: Any,
-    c: NativeConfig,
-    tensors: Mapping[str, torch.Tensor],
-    quantize: Quantize | None,
-    head_ids: Int32 | None,
-) -> Source:
-    def get(name: str) -> torch.Tensor:
-        if name not in tensors:
-            raise ValueError(f"{c.name}: tensor {name} is missing")
-        return tensors[name].detach()
-
-    def matrix(name: str, how: Quantize | None, ids: Int32 | None = None) -> Any:
-        weight = get(name)
-        rows = weight if ids is None else weight[torch.from_numpy(ids).long()]
-        return float_matrix(core, rows.float().numpy(), _float_format(weight, how))
-
-    for name in tensors:
-        if name.endswith(("o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias")):
-            raise ValueError(f"{c.name}: the native core does not know tensor {name}")
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    head = head if head in tensors else embedding
-    matrices = {"embedding": matrix(embedding, None)}
-    if head != embedding or quantize or head_ids is not None:
-        matrices["head"] = matrix(head, quantize, head_ids)
-    vectors: dict[str, Floats] = {"final_norm": get("model.norm.weight").float().numpy()}
-    for i in range(c.n_layers):
-        prefix = f"model.layers.{i}."
-        for role, short in _STATE_MATRICES.items():
-            matrices[f"{i}.{role}"] = matrix(f"{prefix}{short}.weight", quantize)
-        for role, short in _STATE_VECTORS.items():
-            if (role.endswith("_norm") and role[1:] != "_norm") or prefix + short in tensors:
-                vectors[f"{i}.{role}"] = get(prefix + short).float().numpy()
-    return Source(config=c, matrices=matrices, vectors=vectors)
+def _head_ids(wanted: npt.ArrayLike | None, vocab_size: int) -> Int32 | None:
+    if wanted is None:
+        return None
+    ids = np.unique(np.asarray(wanted))
+    if len(ids) == 0 or ids[0] < 0:
+        raise UserError("head_ids must name at least one vocabulary id, none negative")
+    if ids[-1] >= vocab_size:
+        raise UserError(f"head id {ids[-1]} is outside the vocabulary")
+    return ids.astype(np.int32)

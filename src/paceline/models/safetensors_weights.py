@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,14 @@ def shards(folder: str | Path) -> tuple[Path, ...]:
     return files
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one tensor lies, and its stored type ("F32", "F16", "BF16" or "F64")."""
+
+    file: Path
+    kind: str
+
+
 def iter_tensors(
     folder: str | Path, config: DecoderConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,16 +61,24 @@ def iter_tensors(
     as is any `rotary_emb.inv_freq`, which `rope_inv_freq` computes.
 
     Raises:
-        UserError: before the first tensor: a file is damaged, or a tensor is missing, extra,
-        double, misshapen or not of a float type; named.
+        UserError: before the first tensor, as `check_tensors`.
+    """
+    return _read_all(check_tensors(folder, config), dtype)
+
+
+def check_tensors(folder: str | Path, config: DecoderConfig) -> dict[str, Place]:
+    """Name to place, file by file, for exactly the tensors that `config` needs.
+
+    Raises:
+        UserError: a file is damaged, or a tensor is missing, extra, double, misshapen or not
+        of a float type; named.
     """
     folder = Path(folder)
-    files = shards(folder)
     wanted = tensor_shapes(config)
-    places: dict[str, Path] = {}
-    for file in files:
+    places: dict[str, Place] = {}
+    for file in shards(folder):
         for name, shape, kind in _headers(file):
-            if _ignored(name, config):
+            if is_ignored(name, config):
                 continue
             if name not in wanted:
                 raise UserError(
@@ -69,7 +86,8 @@ def iter_tensors(
                     "decoder that is supported"
                 )
             if name in places:
-                raise UserError(f"{folder}: {name} is in both {places[name].name} and {file.name}")
+                first = places[name].file.name
+                raise UserError(f"{folder}: {name} is in both {first} and {file.name}")
             if shape != wanted[name]:
                 raise UserError(
                     f"{file}: {name} has shape {list(shape)}, "
@@ -80,15 +98,16 @@ def iter_tensors(
                     f"{file}: {name} is stored as {kind}, which is not supported; "
                     f"supported: {', '.join(_DTYPES)}"
                 )
-            places[name] = file
+            places[name] = Place(file=file, kind=kind)
     missing = [name for name in wanted if name not in places]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise UserError(f"{folder}: lacks {', '.join(missing[:3])}{more}")
-    return _read_all(places, dtype)
+    return places
 
 
-def _ignored(name: str, config: DecoderConfig) -> bool:
+def is_ignored(name: str, config: DecoderConfig) -> bool:
+    """Whether a checkpoint may hold this tensor though nothing reads it."""
     tied_copy = config.tied and name == "lm_head.weight"
     return tied_copy or name.endswith("rotary_emb.inv_freq")
 
@@ -104,10 +123,10 @@ def _headers(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
         raise UserError(f"{file}: not a usable safetensors file ({reason})") from None
 
 
-def _read_all(places: dict[str, Path], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_all(places: dict[str, Place], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     by_file: dict[Path, list[str]] = {}
-    for name, file in places.items():
-        by_file.setdefault(file, []).append(name)
+    for name, place in places.items():
+        by_file.setdefault(place.file, []).append(name)
     for file, names in by_file.items():
         with safe_open(file, framework="pt") as f:
             for name in names:

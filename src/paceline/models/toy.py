@@ -48,7 +48,7 @@ class TabularModel:
     """Logits are a fixed random function of the last `order` tokens (all, if None).
 
     scale: standard deviation of the logits. `change(context, logits)` may replace them, for
-    drafts that are noisy or always wrong.
+    drafts that are noisy or always wrong. `skipped`: whose logits a layer mask brings about.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class TabularModel:
         scale: float = 1.5,
         max_context: int = 4096,
         change: Callable[[tuple[int, ...], Logits], Logits] | None = None,
+        skipped: TabularModel | None = None,
     ) -> None:
         self._order = order
         self._seed = seed
         self._scale = scale
         self._change = change
+        self.skipped = skipped
         self._known: dict[tuple[int, ...], Logits] = {}
         self.info = ModelInfo(
             name="tabular",
@@ -108,10 +110,15 @@ class TabularModel:
         assert isinstance(kv, TokenStore)
         kv.tokens_S[batch.slots_N] = batch.tokens_N
         kv.positions_S[batch.slots_N] = batch.positions_N
-        rows = [self._row(batch, kv, int(r)) for r in batch.wanted_R]
+        table = self if layer_mask is None or self.skipped is None else self.skipped
+        rows = [table._row(batch, kv, int(r)) for r in batch.wanted_R]
         logits_RV = np.stack(rows) if rows else np.zeros((0, self.info.vocab_size), np.float32)
         hidden = torch.from_numpy(batch.tokens_N.astype(np.float32)).unsqueeze(1)
-        return TargetOutput(logits_RV=torch.from_numpy(logits_RV), taps=dict.fromkeys(taps, hidden))
+        return TargetOutput(
+            logits_RV=torch.from_numpy(logits_RV),
+            taps=dict.fromkeys(taps, hidden),
+            starts_B1=batch.starts_B1,
+        )
 
     def _row(self, batch: Batch, kv: TokenStore, row: int) -> Logits:
         b = int(np.searchsorted(batch.starts_B1, row, side="right")) - 1
