@@ -10,8 +10,10 @@ import numpy as np
 from paceline.core.rules import Verdict
 from paceline.core.shapes import TreeShape, level_widths
 from paceline.core.tree import TokenTree, chain
+from paceline.draft.auto import AutoDrafter
 from paceline.draft.base import Drafter, DrafterUsage
 from paceline.draft.cache import DraftCache
+from paceline.draft.layerskip import LayerSkipDrafter, SkipPlan, skip_mask
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
@@ -148,6 +150,10 @@ DRAFTERS: dict[str, Callable[[EngineConfig], Drafter]] = {
     "anti": lambda c: model_drafter(anti(), c),
     "tree": lambda c: ChosenTrees(noisy(0.7)),
     "anti-tree": lambda c: ChosenTrees(anti(), 3),
+    "ngram+noisy": lambda c: AutoDrafter(
+        {"ngram": NgramDrafter(longest=3, shortest=2), "model": model_drafter(noisy(0.7), c)}
+    ),
+    "layerskip": lambda c: LayerSkipDrafter(SkipPlan(mask=skip_mask(1, mlp=[0]), gamma=0.2)),
     "widths": lambda c: tree_drafter(noisy(0.7), level_widths((2, 2, 1)), c),
     "anti-widths": lambda c: tree_drafter(anti(), level_widths((3, 2)), c),
     "top-widths": lambda c: tree_drafter(noisy(0.7), level_widths((2, 2, 1)), c, sampled=False),
@@ -167,7 +173,8 @@ def make_engine(
     **kwargs: object,
 ) -> Engine:
     built = DRAFTERS[drafter](config) if isinstance(drafter, str) else drafter
-    return Engine(model or target(), built, FixedBudget(k), config, audit=True, **kwargs)  # type: ignore[arg-type]
+    model = model or target(skipped=noisy(0.7))
+    return Engine(model, built, FixedBudget(k), config, audit=True, **kwargs)  # type: ignore[arg-type]
 
 
 def run(

@@ -118,6 +118,9 @@ def test_usage_is_readable_before_any_traffic(smollm_path: Path) -> None:
         ({"dtype": "int3"}, "int3"),
         ({"device": "tpu"}, "tpu"),
         ({"k": -1}, "k = -1"),
+        ({"policy": "brave"}, "adaptive or fixed"),
+        ({"draft": "ngram+none"}, "ngram"),
+        ({"profile": "missing.json"}, "missing.json"),
         ({"memory_limit": 10**8}, "available"),
     ],
 )

@@ -9,20 +9,32 @@ from collections import deque
 from collections.abc import AsyncIterator, Generator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from paceline.core.latency import Profile
 from paceline.core.shapes import TreeShape, best_shape
+from paceline.draft.auto import AutoDrafter
+from paceline.draft.base import Drafter
 from paceline.draft.tree import TreeDrafter
+from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
+from paceline.engine.costs import guess
 from paceline.engine.engine import Engine, EngineConfig
-from paceline.engine.policy import FixedBudget
+from paceline.engine.policy import BudgetPolicy, FixedBudget
+from paceline.engine.profile import file_identity, obtain_profile, read_profile
 from paceline.errors import UserError
-from paceline.models.loading import open_checkpoint
+from paceline.models.base import TargetModel
+from paceline.models.loading import Checkpoint, OnPack, open_checkpoint
 from paceline.models.memory import available_bytes, check_memory
 from paceline.models.native import NativeModel
-from paceline.registry import DraftSpec, plan_drafter
+from paceline.registry import DraftSpec, drafters_of, plan_drafter
 from paceline.sampling.grammar import Grammars, Vocabulary
 from paceline.types import Request, RequestOutput, RequestStats, SamplingParams, StepOutput
+
+POLICIES = ("adaptive", "fixed")
+#: Cache slots below which costs can't be measured.
+_ROOM_TO_MEASURE = 1024
 
 #: A prompt: text, or its tokens.
 Prompt = str | Seq[int]
@@ -32,15 +44,23 @@ class LLM:
     """A language model that drafts for itself what it can.
 
     model: catalog name, path of a .gguf file or safetensors folder, or Hub id.
-    draft: `none`, `ngram`, or a smaller model.
-    k: tokens to draft a round at most (default: 4, or all nodes of the tree).
+    draft: `none`, `ngram`, `layerskip`, a smaller model, a trained head (`eagle3`, `medusa` or
+        its folder), or `ngram+DRAFT` for both.
+    policy: `adaptive` measures what drafting costs and brings, and drafts as much as pays,
+        nothing where it does not; `fixed` always drafts k tokens.
+    k: tokens to draft a round at most (default: 8, or 4 where fixed; all nodes of a tree).
+    profile: costs of this machine, or the file of them, for the adaptive policy (default:
+        measured once, in a few seconds, and kept in the cache folder).
     tree: trees from a draft model: `3x2x1`, `top:3x2x1`, `paths:12` or `sequoia:12` (which
         starts as 4x2x1 until `fit_tree`); see docs/drafters.md.
     draft_vocab: `same`; or `intersect`, `slem` for a draft with another tokenizer.
     draft_weights: on the native core, `fast` (4 bits, frequent tokens) or `stored`.
-    dtype: auto (on a CPU the native core for quantised weights), bfloat16 or float32.
+    dtype: auto (on a CPU the native core for quantised weights), bfloat16 or float32; q4 or
+        q8: on the native core, weights stored in more bits quantised to 4 or 8.
     device: auto, cpu or cuda.
     memory_limit: bytes that weights and caches may take (default: what is free).
+    on_pack: called with a model's name and the share done while the native core packs its
+        weights, once: they are kept in the cache folder.
 
     Thread-safe; requests of all threads share one batch. Raises UserError for anything
     that the caller can mend.
@@ -51,7 +71,9 @@ class LLM:
         model: str,
         *,
         draft: str = "none",
+        policy: str = "adaptive",
         k: int | None = None,
+        profile: Profile | str | Path | None = None,
         tree: str | None = None,
         draft_vocab: str = "same",
         draft_weights: str = "fast",
@@ -59,14 +81,22 @@ class LLM:
         device: str = "auto",
         engine: EngineConfig | None = None,
         memory_limit: int | None = None,
+        on_pack: OnPack | None = None,
     ) -> None:
         spec = DraftSpec(name=draft, tree=tree, vocabulary=draft_vocab, weights=draft_weights)
         SamplingParams(k=k)  # the same bounds, the same message
+        if policy not in POLICIES:
+            raise UserError(f"unknown policy {policy!r}: use {' or '.join(POLICIES)}")
+        if profile is not None and policy != "adaptive":
+            raise UserError("a profile is of use to policy 'adaptive' only: drop one of the two")
+        if isinstance(profile, str | Path):
+            profile = read_profile(profile)
         config = engine or EngineConfig()
-        target = open_checkpoint(model, dtype=dtype, device=device)
+        target = open_checkpoint(model, dtype=dtype, device=device, on_pack=on_pack)
         plan = plan_drafter(spec, target, config)
+        adaptive = policy == "adaptive" and draft != "none"
         if k is None:
-            k = 4 if plan.tree is None else plan.tree.nodes
+            k = (8 if adaptive else 4) if plan.tree is None else plan.tree.nodes
         limit = available_bytes(target.device) if memory_limit is None else memory_limit
         slots = config.n_blocks * config.block_size
         check_memory(
@@ -90,10 +120,18 @@ class LLM:
             # Torch builds the laws between passes. Its threads wait by spinning, and so do the
             # core's: on the same cores each would halve the other's speed.
             torch.set_num_threads(1)
+        drafter = plan.build()
+        notes: list[str] = []
+        budgets: BudgetPolicy = FixedBudget(k)
+        if adaptive:
+            costs = _profile(profile, target, model, spec, drafter, config, notes)
+            budgets = AdaptivePolicy(costs, drafter, AdaptiveConfig(most=k))
+            if isinstance(drafter, AutoDrafter):
+                drafter.route = budgets.route
         self.engine = Engine(
             model,
-            plan.build(),
-            FixedBudget(k),
+            drafter,
+            budgets,
             config,
             eos_ids=eos_ids,
             decode=self.tokenizer.decode,
@@ -101,7 +139,7 @@ class LLM:
             grammars=Grammars(vocabulary),
             vocab_size=target.config.vocab_size,
         )
-        self.notes = (*target.config.notes, *plan.notes)
+        self.notes = (*target.config.notes, *plan.notes, *notes)
         self._tree = plan.tree
         self.k = k
         # Vocabularies are hundreds of thousands of objects that never die: without this, the
@@ -190,9 +228,12 @@ class LLM:
         """Measure how often each rank of child is accepted on these prompts, and take the
         best static shape for it from now on (Sequoia, Chen et al. 2024, section 3.1)."""
         drafter = self.engine.drafter
+        if isinstance(drafter, AutoDrafter):
+            drafter = next(reversed(drafter.drafters.values()))
         if self._tree is None or self._tree.fit is None or not isinstance(drafter, TreeDrafter):
             raise UserError("there is no Sequoia tree to fit: give tree='sequoia:12'")
-        outputs = self.generate(prompts, params or SamplingParams(max_tokens=64))
+        params = replace(params or SamplingParams(max_tokens=64), k=self.k)
+        outputs = self.generate(prompts, params)
         total = RequestStats()
         for output in outputs:
             total.offered_rank.update(output.stats.offered_rank)
@@ -202,7 +243,10 @@ class LLM:
             raise UserError("nothing was drafted on these prompts: give longer ones")
         drafter.shape = best_shape(rates, self._tree.fit)
         self.k = drafter.shape.nodes
-        self.engine.policy = FixedBudget(self.k)
+        if isinstance(self.engine.policy, AdaptivePolicy):
+            self.engine.policy.limit(self.k)
+        else:
+            self.engine.policy = FixedBudget(self.k)
         self._tree = replace(self._tree, shape=drafter.shape, fit=None)
         return drafter.shape
 
@@ -238,6 +282,43 @@ class LLM:
             for i in ids:
                 self._inbox.pop(i, None)
                 self.engine.forget(i)
+
+
+def _profile(
+    given: Profile | None,
+    target: Checkpoint,
+    model: TargetModel,
+    spec: DraftSpec,
+    drafter: Drafter,
+    config: EngineConfig,
+    notes: list[str],
+) -> Profile:
+    """Costs by the names under which drafters propose: given, known from an earlier run,
+    measured now, or guessed where the cache is too small to measure in."""
+    parts = drafters_of(spec, drafter)
+    if given is None and config.kv_tokens < _ROOM_TO_MEASURE:
+        notes.append(
+            f"kv_tokens = {config.kv_tokens} is too small to measure costs in: the adaptive "
+            "policy learns them while it runs"
+        )
+        return guess()
+    profile = given or obtain_profile(
+        model,
+        dict(parts.values()),
+        config,
+        weights=file_identity(target.source.path),
+        vocab_size=target.config.vocab_size,
+        on_measure=lambda: notes.append("costs of this machine were measured for the policy"),
+    )
+    drafts = {
+        name: profile.drafts[label] for name, (label, _) in parts.items() if label in profile.drafts
+    }
+    missing = [label for label, _ in parts.values() if label not in profile.drafts]
+    if missing:
+        notes.append(
+            f"the profile has no costs of draft {missing[0]!r}: they are learned while it runs"
+        )
+    return replace(profile, drafts=drafts)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

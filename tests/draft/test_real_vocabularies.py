@@ -18,7 +18,9 @@ PROMPT = "Write a Python function that returns the n-th Fibonacci number."
 def test_another_tokenizer_changes_no_text(vocabulary: str) -> None:
     torch.set_num_threads(2)
     pull("qwen2.5-coder-0.5b")
-    llm = LLM("qwen2.5-coder-0.5b", draft="smollm2-135m", draft_vocab=vocabulary, k=4)
+    llm = LLM(
+        "qwen2.5-coder-0.5b", draft="smollm2-135m", draft_vocab=vocabulary, policy="fixed", k=4
+    )
     prompt = llm.chat_tokens([{"role": "user", "content": PROMPT}])
     plain = llm.generate(prompt, SamplingParams(max_tokens=64, k=0))[0]
     fast = llm.generate(prompt, SamplingParams(max_tokens=64))[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 from devices import (
     CONFIG,
@@ -17,6 +19,7 @@ from devices import (
 )
 
 from paceline.engine.engine import EngineConfig
+from paceline.engine.policy import FixedBudget
 from paceline.models.toy import TabularModel
 from paceline.types import SamplingParams
 
@@ -133,15 +136,16 @@ def test_a_perfect_draft_is_never_refused_when_sampling() -> None:
 def test_rounds_without_a_proposal_leave_the_draft_intact() -> None:
     """The policy alternates between 0 and 4: acceptance stays complete."""
 
-    class Alternate:
-        calls = 0
+    @dataclass(frozen=True)
+    class Alternate(FixedBudget):
+        calls: list[int] = field(default_factory=list)
 
         def budgets(self, seqs):
-            self.calls += 1
-            return [0 if self.calls % 3 else 4 for _ in seqs]
+            self.calls.append(1)
+            return [0 if len(self.calls) % 3 else self.k for _ in seqs]
 
     engine = make_engine("self")
-    engine.policy = Alternate()
+    engine.policy = Alternate(4)
     output = run(engine, [(1, 2, 3)], SamplingParams(max_tokens=120))[0]
     assert output.stats.accepted == output.stats.drafted > 0
     assert output.stats.tau_histogram[1] > 10

@@ -96,7 +96,7 @@ def test_a_schema_is_always_met(name: str, runs: int) -> None:
 
 @pytest.fixture(scope="module")
 def llm(smollm_path: Path) -> LLM:
-    return LLM("smollm2-135m", draft="ngram", dtype="float32")
+    return LLM("smollm2-135m", draft="ngram", policy="fixed", dtype="float32")
 
 
 def test_extraction_with_copied_drafts_equals_plain_decoding(llm: LLM) -> None:

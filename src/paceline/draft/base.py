@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree
-from paceline.models.base import TargetOutput
+from paceline.models.base import KVStore, TargetModel, TargetOutput
 from paceline.types import Sequence
 
 
@@ -19,6 +19,23 @@ class DrafterUsage:
     blocks_used: int = 0
     blocks_total: int = 0
     bytes_total: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to propose for a sequence in its next round, as far as it is known before
+    anything is drafted.
+
+    drafter: who would. bucket: what speaks for it (the length of an n-gram's match), by
+    which its acceptance is kept apart. lag: committed tokens that it has to read first.
+    most: nodes that it could propose. tree: whether nodes stand beside each other.
+    """
+
+    drafter: str
+    bucket: int = 0
+    lag: int = 0
+    most: int = 64
+    tree: bool = False
 
 
 class Drafter(Protocol):
@@ -54,3 +71,36 @@ class Drafter(Protocol):
         ...
 
     def usage(self) -> DrafterUsage: ...
+
+
+@runtime_checkable
+class SelfDrafter(Protocol):
+    """A drafter that runs the target itself on the engine's own cache.
+
+    In `propose` it may read a sequence's committed entries [0, computed) and write the slots
+    behind them that `Sequence.table` covers: its pending tokens' and those of the nodes that
+    it then proposes. The target's pass writes all of these again before it reads them, so
+    nothing that a draft computed is ever committed.
+    """
+
+    def bind(self, model: TargetModel, kv: KVStore) -> None:
+        """Called once, before anything is proposed. UserError where they don't fit."""
+        ...
+
+
+@runtime_checkable
+class Sighted(Protocol):
+    """A drafter that can say, without drafting, what it could do for a sequence now."""
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        """Ways to propose, the one that would be taken first; none where it has nothing.
+        Looks at committed tokens and at deterministic proposals only."""
+        ...
+
+
+def arms_of(drafter: Drafter, seq: Sequence) -> tuple[Arm, ...]:
+    """What a drafter could do for a sequence; one arm without particulars where it can't
+    say."""
+    if isinstance(drafter, Sighted):
+        return drafter.arms(seq)
+    return (Arm(drafter=drafter.name),)

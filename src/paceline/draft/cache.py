@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from paceline.cache.allocator import BlockAllocator
-from paceline.draft.base import DrafterUsage
+from paceline.core.tree import TokenTree
+from paceline.draft.base import Arm, DrafterUsage
 from paceline.models.base import KVStore, RowGroup, TargetModel, pack
 from paceline.types import Sequence
 
@@ -75,6 +76,11 @@ class DraftCache:
     def max_context(self) -> int:
         return self.model.info.max_context
 
+    def lag(self, seq_id: int, n_tokens: int) -> int:
+        """Of `n_tokens` of its own, how many were not fed yet (at least the last one)."""
+        state = self._states.get(seq_id)
+        return max(1, n_tokens - (len(state.fed) if state else 0))
+
     def roll_back(self, seq_id: int, tokens: Seq[int]) -> None:
         """Keep the longest prefix that agrees with `tokens`, short of their last one, whose
         logits will be wanted."""
@@ -84,12 +90,27 @@ class DraftCache:
         del state.fed[same:]
         self._allocator.shrink(state.table, same)
 
-    def settle(self, seqs: Seq[Sequence], context: Callable[[Seq[int]], Seq[int]]) -> None:
-        """After a commit: drop what was not committed. context: the draft's own tokens for a
-        committed sequence of the target's."""
-        for seq in seqs:
-            if seq.id in self._states:
+    def settle(
+        self,
+        seqs: Seq[Sequence],
+        trees: Seq[TokenTree],
+        context: Callable[[Seq[int]], Seq[int]],
+    ) -> None:
+        """After a commit: drop what was not committed; nothing to do where nothing was
+        proposed. context: the draft's own tokens for a committed sequence of the target's."""
+        for seq, tree in zip(seqs, trees, strict=True):
+            if len(tree) > 1 and seq.id in self._states:
                 self.roll_back(seq.id, context(seq.tokens))
+
+    def arm(self, name: str, seq: Sequence, *, tree_nodes: int | None = None) -> tuple[Arm, ...]:
+        """What a drafter with this cache could do for a sequence, nothing where the draft's
+        context is full. Counts the target's tokens for the draft's own."""
+        n = len(seq.tokens)
+        if n > self.max_context:
+            return ()
+        tree = tree_nodes is not None
+        most = tree_nodes if tree_nodes is not None else self.max_context - n + 1
+        return (Arm(drafter=name, lag=self.lag(seq.id, n), most=min(most, 64), tree=tree),)
 
     def feed(self, feeds: Seq[Feed]) -> torch.Tensor:
         """One pass (more where a prompt is long): [R, V] float32 logits, feed by feed."""

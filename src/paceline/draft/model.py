@@ -12,8 +12,9 @@ from paceline.core.draws import KeyedDraws
 from paceline.core.law import Law, PointLaw
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import DrafterUsage
+from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.cache import DraftCache, Feed
+from paceline.draft.coupling import coupled, coupled_token
 from paceline.draft.health import DraftHealth
 from paceline.draft.vocabulary import Vocabulary, room
 from paceline.models.base import TargetOutput
@@ -35,8 +36,9 @@ class _Chain:
 
 
 class ModelDrafter:
-    """Argmax tokens at temperature 0 (judged as deterministic), else samples of the draft's
-    own law under the request's transforms."""
+    """Argmax tokens at temperature 0, and tokens tied to the target's draws where the
+    request's text must not depend on budgets (`draft.coupling`): both judged as
+    deterministic. Else samples of the draft's own law under the request's transforms."""
 
     name = "model"
     taps: tuple[int, ...] = ()
@@ -48,6 +50,9 @@ class ModelDrafter:
 
     def example(self, greedy: bool) -> TokenTree:
         return chain(0, [0], None if greedy else [PointLaw(0, 1)])
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        return self.cache.arm(self.name, seq)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
         chains: dict[int, _Chain] = {}
@@ -78,6 +83,8 @@ class ModelDrafter:
                 continue
             if c.seq.params.greedy:
                 token = law.mode()
+            elif coupled(c.seq.params):
+                token = coupled_token(law, c.seq, len(c.tokens))
             else:
                 draws = KeyedDraws(c.seq.seed, len(c.seq.tokens))
                 token = law.sample(draws.draft(len(c.tokens)))
@@ -96,7 +103,7 @@ class ModelDrafter:
         output: TargetOutput,
         verdicts: Seq[Verdict | None],
     ) -> None:
-        self.cache.settle(seqs, self._vocabulary.context)
+        self.cache.settle(seqs, trees, self._vocabulary.context)
 
     def forget(self, seq_id: int) -> None:
         self.cache.forget(seq_id)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import DrafterUsage
+from paceline.draft.base import Arm, DrafterUsage
 from paceline.errors import UserError
 from paceline.models.base import TargetOutput
 from paceline.types import Sequence
@@ -37,6 +37,18 @@ class SuffixIndex:
             for n in range(1, min(len(self._ends), here) + 1):
                 self._ends[n - 1][tuple(self._tokens[here - n :])] = here
             self._tokens.append(token)
+
+    def match(self, shortest: int, most: int = 32) -> int:
+        """Length of the suffix that `lookup` would continue, as far as its earlier
+        occurrence agrees with it backwards, up to `most`; 0 without one."""
+        size = len(self._tokens)
+        for n in range(min(len(self._ends), size), shortest - 1, -1):
+            start = self._ends[n - 1].get(tuple(self._tokens[size - n :]))
+            if start is not None:
+                while n < min(most, start) and self._tokens[start - n - 1] == self._tokens[-n - 1]:
+                    n += 1
+                return n
+        return 0
 
     def lookup(self, count: int, shortest: int) -> list[int]:
         """Up to `count` tokens that followed the latest earlier occurrence of the longest
@@ -72,18 +84,24 @@ class NgramDrafter:
     def example(self, greedy: bool) -> TokenTree:
         return chain(0, [0])
 
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        """The one arm where something matches, by the match's length: to a power of two."""
+        length = self._index(seq).match(self.shortest)
+        return (Arm(drafter=self.name, bucket=length.bit_length()),) if length else ()
+
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
         trees = []
         for seq, budget in zip(seqs, budgets, strict=True):
-            found: list[int] = []
-            if budget > 0:
-                index = self._indices.get(seq.id)
-                if index is None:
-                    index = self._indices[seq.id] = SuffixIndex(self.longest)
-                index.extend(seq.tokens[len(index) :])
-                found = index.lookup(budget, self.shortest)
+            found = self._index(seq).lookup(budget, self.shortest) if budget > 0 else []
             trees.append(chain(seq.tokens[-1], found))
         return trees
+
+    def _index(self, seq: Sequence) -> SuffixIndex:
+        index = self._indices.get(seq.id)
+        if index is None:
+            index = self._indices[seq.id] = SuffixIndex(self.longest)
+        index.extend(seq.tokens[len(index) :])
+        return index
 
     def observe(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import DrafterUsage
+from paceline.draft.base import Arm, DrafterUsage
 from paceline.models.base import TargetOutput
 from paceline.types import Sequence
 
@@ -17,6 +17,9 @@ class NoDrafter:
 
     def example(self, greedy: bool) -> TokenTree:
         return chain(0)
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        return ()
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
         return [chain(s.tokens[-1]) for s in seqs]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import DrafterUsage
+from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.cache import DraftCache, Feed
 from paceline.draft.vocabulary import Codec, continue_in, through_text
 from paceline.models.base import TargetOutput
@@ -51,6 +51,9 @@ class SlemDrafter:
 
     def example(self, greedy: bool) -> TokenTree:
         return chain(0, [0])
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        return self.cache.arm(self.name, seq)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
         texts: dict[int, _Text] = {}
@@ -94,7 +97,7 @@ class SlemDrafter:
         output: TargetOutput,
         verdicts: Seq[Verdict | None],
     ) -> None:
-        self.cache.settle(seqs, self._own)
+        self.cache.settle(seqs, trees, self._own)
 
     def _own(self, tokens: Seq[int]) -> list[int]:
         return through_text(tokens, self._target, self._draft)

@@ -19,8 +19,9 @@ from paceline.core.law import Law, PointLaw, WeightLaw, draw_siblings
 from paceline.core.rules import Verdict
 from paceline.core.shapes import TreeShape
 from paceline.core.tree import Proposal, TokenTree, chain
-from paceline.draft.base import DrafterUsage
+from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.cache import DraftCache, Feed
+from paceline.draft.coupling import coupled
 from paceline.draft.health import DraftHealth
 from paceline.draft.vocabulary import Vocabulary, room
 from paceline.errors import UserError
@@ -83,8 +84,9 @@ class TreeDrafter:
     """Trees from a draft model, grown level by level.
 
     shape: a static shape, or a `Beam` of the most probable paths. sampled: draw siblings
-    without replacement where the request samples (static shapes only); otherwise, and at
-    temperature 0, the most probable tokens are taken. Earlier levels are fed again with
+    without replacement where the request samples (static shapes only); otherwise, at
+    temperature 0, and where the request's text must not depend on budgets
+    (`draft.coupling`), the most probable tokens are taken. Earlier levels are fed again with
     each new one, as scratch: a draft pass costs about the same for a few rows more.
     """
 
@@ -112,6 +114,9 @@ class TreeDrafter:
             return TokenTree((0, 0, 1), (-1, 0, 0))
         law = WeightLaw(torch.ones(2))
         return TokenTree((0, 0, 1), (-1, 0, 0), Proposal.SAMPLED, (law, None, None))
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        return self.cache.arm(self.name, seq, tree_nodes=self.shape.nodes)
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
         growing: dict[int, _Growing] = {}
@@ -143,7 +148,7 @@ class TreeDrafter:
         return self.shape
 
     def _draws_for(self, seq: Sequence) -> bool:
-        return self._sampled and not seq.params.greedy
+        return self._sampled and not seq.params.greedy and not coupled(seq.params)
 
     def _goes_on(self, g: _Growing, level: int) -> bool:
         return g.shape is not None or level < min(self._beam.depth, g.budget)
@@ -249,7 +254,7 @@ class TreeDrafter:
         output: TargetOutput,
         verdicts: Seq[Verdict | None],
     ) -> None:
-        self.cache.settle(seqs, self._vocabulary.context)
+        self.cache.settle(seqs, trees, self._vocabulary.context)
 
     def forget(self, seq_id: int) -> None:
         self.cache.forget(seq_id)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from paceline.cache.allocator import BlockAllocator
 from paceline.core.draws import derive_seed
-from paceline.core.rules import AcceptanceRule, Guarantee, default_rule, rule_named
+from paceline.core.rules import AcceptanceRule, Guarantee, Verdict, default_rule, rule_named
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, SelfDrafter
 from paceline.engine.admission import Admission, Encode
-from paceline.engine.policy import BudgetPolicy
-from paceline.engine.scheduler import Item, Scheduler
+from paceline.engine.policy import BudgetPolicy, Part, Round
+from paceline.engine.scheduler import Commit, Item, Scheduler
 from paceline.engine.step import Ends, judge, kv_moves, row_groups, truncate
 from paceline.engine.text import Decode
 from paceline.errors import UserError
@@ -115,11 +116,13 @@ class Engine:
         grammars: Grammars | None = None,
         vocab_size: int | None = None,
         audit: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """eos_ids: tokens that end a generation. decode: output ids to text, where there is
         a tokenizer. encode: text to ids without special tokens, for banned words. grammars:
         compiler of grammars. vocab_size: tokens that a prompt may hold (the model's, if not given).
-        audit: check all cache invariants after every step (for tests)."""
+        audit: check all cache invariants after every step (for tests). clock: seconds, by
+        which everything is timed that policies and statistics see."""
         self.model = model
         self.drafter = drafter
         self.policy = policy
@@ -129,9 +132,12 @@ class Engine:
         self._decode = decode
         self._admission = Admission(self._vocab_size, eos_ids, encode, grammars)
         self._audit = audit
+        self._clock = clock
         max_length = min(model.info.max_context, config.n_blocks * config.block_size)
         self._ends = Ends(eos_ids, max_length, decode)
         self._kv: KVStore = model.new_kv(config.n_blocks, config.block_size)
+        if isinstance(drafter, SelfDrafter):
+            drafter.bind(model, self._kv)
         self.scheduler = Scheduler(
             BlockAllocator(config.n_blocks, config.block_size),
             max_batch=config.max_batch,
@@ -139,6 +145,7 @@ class Engine:
             max_length=max_length,
             # A drafter that reads hidden states must see every position computed.
             prefix_cache=config.prefix_cache and not drafter.taps,
+            clock=clock,
         )
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
@@ -207,20 +214,20 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One round for every running sequence: what it emitted, and who finished."""
-        start = time.perf_counter()
+        start = self._clock()
         items = self.scheduler.plan(self.policy)
         for seq in self.scheduler.take_preempted():
             self.drafter.forget(seq.id)
         if not items:
             return []
 
-        drafting = time.perf_counter()
+        drafting = self._clock()
         trees = self._propose(items)
-        drafted = time.perf_counter()
+        drafted = self._clock()
         batch = pack(row_groups(items, trees), self.config.block_size)
-        passing = time.perf_counter()
+        passing = self._clock()
         output = self.model.forward(batch, self._kv, taps=self.drafter.taps)
-        passed = time.perf_counter()
+        passed = self._clock()
         judged = judge(items, trees, output.logits_RV, self.rule_for)
         commits = truncate(items, trees, judged, output.logits_RV, self._ends)
         moves = kv_moves(items, commits, self.config.block_size)
@@ -230,17 +237,26 @@ class Engine:
         verdicts = [j.verdict for j in judged]
         outputs = self.scheduler.commit(items, trees, verdicts, commits)
 
-        observing = time.perf_counter()
+        observing = self._clock()
         known = [t or chain(i.seq.tokens[-1]) for i, t in zip(items, trees, strict=True)]
         self.drafter.observe([i.seq for i in items], known, output, verdicts)
+        end = self._clock()
+        t_draft = drafted - drafting + end - observing
+        t_other = end - start - t_draft - (passed - passing)
+        self.stats.time_draft += t_draft
+        self.stats.time_target += passed - passing
+        self.stats.time_other += t_other
+        self.policy.observe(
+            Round(
+                parts=tuple(_parts(items, trees, commits, verdicts)),
+                t_draft=t_draft,
+                t_target=passed - passing,
+                t_other=t_other,
+            )
+        )
         for item in items:
             if item.seq.done:
                 self._end(item.seq)
-        end = time.perf_counter()
-        t_draft = drafted - drafting + end - observing
-        self.stats.time_draft += t_draft
-        self.stats.time_target += passed - passing
-        self.stats.time_other += end - start - t_draft - (passed - passing)
         if self._audit:
             self.scheduler.audit()
         return outputs
@@ -248,6 +264,8 @@ class Engine:
     def _propose(self, items: list[Item]) -> list[TokenTree | None]:
         """A tree for each sequence that decides; None while its prompt is being read."""
         deciding = [i for i in items if i.decides]
+        if not any(i.budget for i in deciding):  # a plain step: nobody is asked
+            return [chain(i.seq.tokens[-1]) if i.decides else None for i in items]
         proposed = self.drafter.propose([i.seq for i in deciding], [i.budget for i in deciding])
         for item, tree in zip(deciding, proposed, strict=True):
             assert len(tree) - 1 <= item.budget, "a drafter exceeded its budget"
@@ -264,6 +282,7 @@ class Engine:
 
     def _end(self, seq: Sequence) -> None:
         self.drafter.forget(seq.id)
+        self.policy.forget(seq.id)
         self.stats.add(seq.stats)
 
     def abort(self, request_id: int) -> StepOutput | None:
@@ -334,4 +353,24 @@ class Engine:
             "draft_kv_blocks_used": draft.blocks_used,
             "draft_bytes": draft.bytes_total,
             **self.stats.as_dict(),
+            "policy": self.policy.usage(),
         }
+
+
+def _parts(
+    items: Seq[Item],
+    trees: Seq[TokenTree | None],
+    commits: Seq[Commit],
+    verdicts: Seq[Verdict | None],
+) -> Iterator[Part]:
+    for item, tree, commit, verdict in zip(items, trees, commits, verdicts, strict=True):
+        yield Part(
+            seq_id=item.seq.id,
+            rows=item.rows,
+            context=item.context,
+            decided=verdict is not None,
+            budget=item.budget,
+            drafted=len(tree) - 1 if tree is not None else 0,
+            accepted=len(verdict.path) if verdict is not None else 0,
+            emitted=len(commit.tokens),
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -30,12 +31,14 @@ from paceline.types import (
 
 @dataclass(frozen=True)
 class Item:
-    """One sequence's part in a step: `rows` of its pending tokens, and where these reach its
-    last token (`decides`), up to `budget` proposed ones."""
+    """One sequence's part in a step: `rows` of its pending tokens behind `context` entries
+    of the cache, and where these reach its last token (`decides`), up to `budget` proposed
+    ones."""
 
     seq: Sequence
     rows: int
     budget: int
+    context: int
 
     @property
     def decides(self) -> bool:
@@ -69,10 +72,12 @@ class Scheduler:
         prefill_chunk: int,
         max_length: int,
         prefix_cache: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.allocator = allocator
         self.prefix_cache = PrefixCache(allocator) if prefix_cache else None
         self.max_length = max_length
+        self._clock = clock
         self._max_batch = max_batch
         self._prefill_chunk = prefill_chunk
         self.waiting: deque[Sequence] = deque()
@@ -84,7 +89,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, seq: Sequence) -> None:
-        seq.stats.submitted = time.perf_counter()
+        seq.stats.submitted = self._clock()
         self.waiting.append(seq)
 
     def plan(self, policy: BudgetPolicy) -> list[Item]:
@@ -103,7 +108,7 @@ class Scheduler:
                 room -= rows
             budget = self._budget(seq, budgets[seq]) if rows == seq.pending else 0
             if self._reserve(seq, seq.computed + rows + budget):
-                items.append(Item(seq, rows, budget))
+                items.append(Item(seq, rows, budget, seq.computed))
         return items
 
     def _budget(self, seq: Sequence, wanted: int) -> int:
@@ -181,7 +186,7 @@ class Scheduler:
             seq.stats.target_calls += 1
             seq.computed += item.rows + len(commit.kept)
             if verdict is not None and tree is not None:
-                _count(seq, tree, verdict, commit)
+                _count(seq, tree, verdict, commit, self._clock())
             if commit.guarantee is not None:
                 known = [commit.guarantee] + ([seq.guarantee] if seq.guarantee else [])
                 seq.guarantee = Guarantee.weakest(known)
@@ -210,7 +215,7 @@ class Scheduler:
         seq.finish_reason = reason
         seq.error = error
         seq.status = Status.FINISHED
-        seq.stats.finished = time.perf_counter()
+        seq.stats.finished = self._clock()
         self._release(seq)
         if seq in self.running:
             self.running.remove(seq)
@@ -237,7 +242,7 @@ class Scheduler:
                 assert seq.pending == 1 or seq.stats.preemptions, "a committed entry is missing"
 
 
-def _count(seq: Sequence, tree: TokenTree, verdict: Verdict, commit: Commit) -> None:
+def _count(seq: Sequence, tree: TokenTree, verdict: Verdict, commit: Commit, now: float) -> None:
     stats = seq.stats
     path = (0, *verdict.path)
     stats.rounds += 1
@@ -256,7 +261,7 @@ def _count(seq: Sequence, tree: TokenTree, verdict: Verdict, commit: Commit) -> 
             stats.offered_rank[rank] += 1
             stats.accepted_rank[rank] += child == chosen
     if stats.first_token is None and commit.tokens:
-        stats.first_token = time.perf_counter()
+        stats.first_token = now
 
 
 def _step_output(seq: Sequence, tokens: tuple[TokenOut, ...], text: str) -> StepOutput:

@@ -1,0 +1,493 @@
+"""The budget that pays, from measured costs and running acceptance, and never more.
+
+A round is chosen to maximise E[tokens] - lambda E[seconds], with lambda the running tokens
+per second: over many rounds that maximises their ratio. Plain decoding is always one of the
+choices, and the only one where the ledger (`engine.ledger`) has no room for what a proposal
+may cost. So no sequence of acceptances makes the engine slower than plain decoding by more
+than eps and a start.
+
+The ledger is the engine's: a round's tokens count `t_plain(B) / B` each, so what one request
+of a batch gains may pay for what another loses. It is the ledger of the mean request.
+
+What is decided depends on committed tokens, on verdicts and times of rounds that are over,
+and on deterministic proposals. It never depends on a token that was drawn for the round, so
+that a round is exact for whatever budget it got (docs/guarantees.md, "Budgets").
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from paceline.core.latency import Profile
+from paceline.draft.base import Arm, Drafter, arms_of
+from paceline.draft.coupling import unsteady
+from paceline.engine.acceptance import Acceptance
+from paceline.engine.costs import Costs, Work, size_class
+from paceline.engine.explore import Lengths, Probe
+from paceline.engine.ledger import Ledger
+from paceline.engine.policy import Part, Round
+from paceline.errors import UserError
+from paceline.types import Sequence
+
+#: Budget of requests whose text must not depend on times (`draft.coupling.unsteady`).
+STEADY_K = 4
+#: C_max is what a round is expected to take, times this.
+MARGIN = 1.25
+#: An interruption is charged up to so many times what the round was expected to take.
+TRIM = 3.0
+#: Plain steps before anything is drafted. Later ones keep the measure of what speculation is
+#: compared with: as many as may cost so much, and no more than every so many rounds.
+CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
+#: Rounds that a new drafter's trial lasts. It may begin with reading a prompt where that takes
+#: no larger share of what is left of the request.
+TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
+#: What a round keeps of the older rounds' speed-up.
+RATE_KEEP = 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+    """most: nodes a round and sequence at most. eps: tolerated loss, as a share of plain
+    decoding. In plain steps: start (s0), trial (what each drafter's first rounds, with the
+    reading of a prompt, may cost on top of s0, once), credit (gains kept to pay for later
+    losses)."""
+
+    most: int = 8
+    eps: float = 0.02
+    start: float = 2.0
+    trial: float = 24.0
+    credit: float = 256.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.most <= 64:
+            raise UserError(f"k = {self.most} is out of range: use 0 to 64")
+        if not 0.0 < self.eps <= 1.0:
+            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.02")
+        for name in ("start", "trial", "credit"):
+            if getattr(self, name) < 0.0:
+                raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """For one sequence: who may propose and how much. free: whether this policy decided."""
+
+    arm: Arm | None
+    budget: int
+    free: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A round that could be. value: E[tokens] - lambda E[seconds], its seconds and those of
+    catching up among them."""
+
+    choices: dict[int, _Choice]
+    work: Work
+    value: float
+    seconds: float
+    catching_up: float = 0.0
+
+
+@dataclass
+class _Rates:
+    """Running speed-up over plain decoding, by batch size."""
+
+    got: dict[int, float] = field(default_factory=dict)
+    paid: dict[int, float] = field(default_factory=dict)
+
+    def add(self, batch: int, plain: float, seconds: float) -> None:
+        key = size_class(batch)
+        self.got[key] = RATE_KEEP * self.got.get(key, 0.0) + plain
+        self.paid[key] = RATE_KEEP * self.paid.get(key, 0.0) + seconds
+
+    def speedup(self, batch: int) -> float:
+        key = size_class(batch)
+        paid = self.paid.get(key, 0.0)
+        return max(1.0, self.got[key] / paid) if paid > 0.0 else 1.0
+
+
+class AdaptivePolicy:
+    """Mutable; one engine's. clock: seconds, for what deciding itself takes."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        drafter: Drafter,
+        config: AdaptiveConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config or AdaptiveConfig()
+        self.costs = Costs(profile)
+        self.acceptance = Acceptance()
+        self.ledger = Ledger(self.config.eps)
+        self._drafter = drafter
+        self._clock = clock
+        self._lengths = Lengths()
+        self._rates = _Rates()
+        self._probes: dict[str, Probe] = {}
+        self._probing: tuple[int, str] | None = None
+        self._plan: _Plan | None = None
+        self._thinking = 0.0
+        self._since_plain = 0
+        self._plain_rounds = 0
+        self._rounds: Counter[str] = Counter()
+        self._histogram: Counter[int] = Counter()
+        self._n_probes = 0
+        self._granted: dict[str, float] = {}
+
+    # -- deciding ---------------------------------------------------------------------------
+
+    def budgets(self, seqs: Seq[Sequence]) -> list[int]:
+        start = self._clock()
+        self._probing = None
+        plan = self._decide(seqs)
+        self._plan = plan
+        self._thinking = self._clock() - start
+        return [plan.choices[s.id].budget for s in seqs]
+
+    def limit(self, most: int) -> None:
+        """Change the largest budget."""
+        self.config = replace(self.config, most=most)
+
+    def route(self, seq: Sequence) -> str | None:
+        """Which drafter shall propose for a sequence in this round; None where any may."""
+        choice = self._plan.choices.get(seq.id) if self._plan else None
+        return choice.arm.drafter if choice and choice.free and choice.arm else None
+
+    def _decide(self, seqs: Seq[Sequence]) -> _Plan:
+        choices = {s.id: self._given(s) for s in seqs}
+        base = self._as_plan(seqs, choices)
+        free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
+        for s in free:
+            self._lengths.note(s.id, s.n_output)
+        # A step that reads a prompt is long: nothing that it could bring is worth the doubt
+        # that it would throw on what a plain step takes.
+        reading = any(s.pending > 1 for s in seqs)
+        if reading or not free or self.costs.plain_steps < CALIBRATION:
+            return base
+        lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
+        if self._since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
+            return base
+        self._scale_ledger(base.seconds)
+        arms = {s.id: self._arms(s) for s in free}
+        chosen = self._best(seqs, free, arms, base)
+        return self._with_probe(seqs, free, arms, base, chosen)
+
+    def _given(self, seq: Sequence) -> _Choice:
+        """What the request itself settles: its own k, or a fixed one for a steady text."""
+        k = seq.params.k
+        if k is None and unsteady(seq.params):
+            k = min(STEADY_K, self.config.most)
+        if k is None:
+            return _Choice(None, 0, True)
+        arms = arms_of(self._drafter, seq) if k > 0 else ()
+        return _Choice(arms[0] if arms else None, k, False)
+
+    def _arms(self, seq: Sequence) -> list[Arm]:
+        """What may be drafted for a sequence, within its limits."""
+        left = seq.params.max_tokens - seq.n_output - 1
+        most = min(self.config.most, left)
+        found = [replace(a, most=min(a.most, most)) for a in arms_of(self._drafter, seq)]
+        return [a for a in found if a.most > 0]
+
+    def _work(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> Work:
+        chosen = [choices[s.id] for s in seqs]
+        drawn = any(not s.params.greedy for s in seqs)
+        return Work(
+            budgets=tuple(c.budget if c.arm else 0 for c in chosen),
+            drafters=tuple(c.arm.drafter if c.arm else None for c in chosen),
+            lags=tuple(c.arm.lag if c.arm else 0 for c in chosen),
+            contexts=tuple(s.computed for s in seqs),
+            mode="sampled" if drawn else "greedy",
+        )
+
+    def _as_plan(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> _Plan:
+        work = self._work(seqs, choices)
+        return _Plan(choices, work, 0.0, self.costs.of(work))
+
+    def _scale_ledger(self, plain: float) -> None:
+        """What is given in plain steps, in seconds; never lowered."""
+        self.ledger.start = max(self.ledger.start, self.config.start * plain)
+        self.ledger.credit = max(self.ledger.credit, self.config.credit * plain)
+
+    def _best(
+        self, seqs: Seq[Sequence], free: Seq[Sequence], arms: dict[int, list[Arm]], base: _Plan
+    ) -> _Plan:
+        """The most valuable round that the ledger permits; `base` where none beats it."""
+        price = self._rates.speedup(len(seqs)) * len(seqs) / base.seconds
+        work = base.work
+        most = sum(max((a.most for a in arms[s.id]), default=0) for s in free)
+        by_rows = self.costs.per_row(len(seqs), work.contexts, most, work.mode)
+        picked, gains = self._pick(free, arms, by_rows, price, work)
+        if not picked:
+            return base
+        plans = []
+        for cap in _caps(max(len(g) for g in gains.values())):
+            budgets = _spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
+            plans.append(self._price(seqs, picked, budgets, gains, base, price))
+        floor = -price * base.seconds
+        for plan in sorted(plans, key=lambda p: -p.value):
+            if plan.value <= floor:
+                break
+            if self._permitted(plan, base, [s for s in free if s.id in picked]):
+                for name in {c.arm.drafter for c in plan.choices.values() if c.free and c.arm}:
+                    self._probe(name).adopted()
+                return plan
+        return base
+
+    def _pick(
+        self,
+        free: Seq[Sequence],
+        arms: dict[int, list[Arm]],
+        by_rows: list[float],
+        price: float,
+        work: Work,
+    ) -> tuple[dict[int, Arm], dict[int, list[float]]]:
+        """For each sequence the arm that promises most, were it alone in drafting, and what
+        its nodes are expected to bring."""
+        context = sum(work.contexts) // len(work.contexts)
+        alone: dict[str, list[float]] = {}
+        picked, gains = {}, {}
+        for s in free:
+            best = -float("inf")
+            for arm in arms[s.id]:
+                found = self.acceptance.of(s.id, arm).gains(arm.most)
+                promise = 0.0
+                if len(arms[s.id]) > 1:
+                    seconds = alone.setdefault(arm.drafter, [])
+                    for k in range(len(seconds) + 1, arm.most + 1):
+                        seconds.append(self.costs.alone(arm.drafter, k, context))
+                    promise = _promise(found, seconds, by_rows, price)
+                    promise -= price * self._investment(s, arm)
+                if promise > best:
+                    best, picked[s.id], gains[s.id] = promise, arm, found
+        return picked, gains
+
+    def _investment(self, seq: Sequence, arm: Arm) -> float:
+        """Seconds a round of what catching up takes, over the rounds that it will serve."""
+        if arm.lag <= 2:
+            return 0.0
+        left = self._lengths.remaining(seq.n_output, seq.params.max_tokens)
+        tau = 1.0 + sum(self.acceptance.of(seq.id, arm).gains(arm.most))
+        return self.costs.catching_up(arm.drafter, arm.lag) / max(1.0, left / tau)
+
+    def _price(
+        self,
+        seqs: Seq[Sequence],
+        picked: dict[int, Arm],
+        budgets: dict[int, int],
+        gains: dict[int, list[float]],
+        base: _Plan,
+        price: float,
+    ) -> _Plan:
+        choices = dict(base.choices)
+        for i, k in budgets.items():
+            choices[i] = _Choice(picked[i], k, True)
+        plan = self._as_plan(seqs, choices)
+        late = {s: picked[s.id] for s in seqs if s.id in budgets and picked[s.id].lag > 2}
+        catching_up = sum(self.costs.catching_up(a.drafter, a.lag) for a in late.values())
+        invested = sum(self._investment(s, a) for s, a in late.items())
+        tokens = sum(sum(gains[i][:k]) for i, k in budgets.items())
+        lasting = plan.seconds - catching_up + invested
+        return replace(plan, value=tokens - price * lasting, catching_up=catching_up)
+
+    def _permitted(self, plan: _Plan, base: _Plan, who: Seq[Sequence]) -> bool:
+        """Whether the ledger has room. For each drafter's first rounds room is made."""
+        most = MARGIN * plan.seconds
+        if self.ledger.permits(most, base.seconds):
+            return True
+        new = next((d for d in plan.work.drafters if d and self._on_trial(d)), None)
+        left = sum(self._lengths.remaining(s.n_output, s.params.max_tokens) for s in who)
+        share = TRIAL_SHARE * left * base.seconds / len(plan.work.budgets)
+        if new is None or plan.catching_up > share:
+            return False
+        missing = most - base.seconds - self.ledger.room()
+        granted = self._granted.get(new, 0.0)
+        if granted + missing > self.config.trial * base.seconds:
+            return False
+        self._granted[new] = granted + missing
+        self.ledger.grant(missing)
+        return True
+
+    def _on_trial(self, drafter: str) -> bool:
+        return self._rounds[drafter] < TRIAL_ROUNDS
+
+    # -- exploring --------------------------------------------------------------------------
+
+    def _probe(self, drafter: str) -> Probe:
+        return self._probes.setdefault(drafter, Probe())
+
+    def _with_probe(
+        self,
+        seqs: Seq[Sequence],
+        free: Seq[Sequence],
+        arms: dict[int, list[Arm]],
+        base: _Plan,
+        chosen: _Plan,
+    ) -> _Plan:
+        """The chosen round, and a few nodes more for one sequence where a drafter that was
+        not asked is due for another look and the ledger has room."""
+        used = {c.arm.drafter for c in chosen.choices.values() if c.arm and c.budget}
+        passed = {
+            a.drafter: (s, a)
+            for s in reversed(free)
+            if chosen.choices[s.id].budget == 0
+            for a in arms[s.id]
+            if a.drafter not in used
+        }
+        for name in passed:
+            self._probe(name).refused()
+        for name, (seq, arm) in passed.items():
+            probe = self._probe(name)
+            if not probe.due and not self._on_trial(name):
+                continue
+            k = min(probe.size, arm.most)
+            plan = self._as_plan(seqs, {**chosen.choices, seq.id: _Choice(arm, k, True)})
+            plan = replace(plan, catching_up=self.costs.catching_up(name, arm.lag))
+            if self._permitted(plan, base, [seq]):
+                self._probing = (seq.id, name)
+                self._n_probes += 1
+                return plan
+        return chosen
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def observe(self, done: Round) -> None:
+        plan = self._plan
+        if plan is None:
+            return
+        parts = [p for p in done.parts if p.seq_id in plan.choices]
+        if done.reads or not parts:
+            self.ledger.record(done.seconds, done.seconds)
+            return
+        self._count(parts, plan)
+        work = self._done(parts, plan)
+        t_pass = max(done.t_target + done.t_other - self._thinking, 1e-9)
+        self.costs.observe(work, done.t_draft, t_pass)
+        for p in parts:
+            choice = plan.choices[p.seq_id]
+            if choice.arm is not None and p.drafted:
+                self.acceptance.update(p.seq_id, choice.arm, p.drafted, p.accepted)
+        self._charge(parts, plan, work, done)
+        self._judge_probe(parts, plan, work)
+
+    def _done(self, parts: Seq[Part], plan: _Plan) -> Work:
+        """The work that was really done."""
+        chosen = [plan.choices[p.seq_id].arm for p in parts]
+        return Work(
+            budgets=tuple(p.drafted for p in parts),
+            drafters=tuple(a.drafter if a else None for a in chosen),
+            lags=tuple(a.lag if a else 0 for a in chosen),
+            contexts=tuple(p.context for p in parts),
+            mode=plan.work.mode,
+        )
+
+    def _charge(self, parts: Seq[Part], plan: _Plan, work: Work, done: Round) -> None:
+        """Enter the round in the ledger, and what it brought in the running speed-up."""
+        free = [p for p in parts if plan.choices[p.seq_id].free]
+        plain = self.costs.plain(work.contexts, work.mode)
+        share = plain / len(parts)
+        drafted = sum(p.drafted for p in free)
+        forced = work.extra - drafted
+        asked = any(p.budget for p in free)
+        if not asked:
+            # A plain step: it took what a plain step takes, and what deciding took.
+            wasted = self._thinking if forced else self._thinking + done.t_draft
+            self.ledger.record(done.seconds, done.seconds - wasted)
+        else:
+            expected = self.costs.of(work)
+            seconds = min(done.seconds, TRIM * expected)
+            if forced:
+                kept = tuple(0 if plan.choices[p.seq_id].free else p.drafted for p in parts)
+                without = self.costs.of(replace(work, budgets=kept)) / expected * seconds
+                gained = sum(p.emitted - 1 for p in free)
+                self.ledger.record(seconds, without + share * gained)
+            else:
+                self.ledger.record(seconds, share * sum(p.emitted for p in parts))
+        if not forced:
+            self._rates.add(len(parts), share * sum(p.emitted for p in parts), done.seconds)
+
+    def _count(self, parts: Seq[Part], plan: _Plan) -> None:
+        drafters = set()
+        for p in parts:
+            arm = plan.choices[p.seq_id].arm
+            self._histogram[p.drafted] += 1
+            if arm is not None and p.drafted:
+                drafters.add(arm.drafter)
+        self._rounds.update(drafters)
+        self._plain_rounds += not drafters
+        self._since_plain = self._since_plain + 1 if drafters else 0
+
+    def _judge_probe(self, parts: Seq[Part], plan: _Plan, work: Work) -> None:
+        """Whether a probe's tokens were worth what it took, catching up aside."""
+        if self._probing is None:
+            return
+        seq_id, name = self._probing
+        part = next((p for p in parts if p.seq_id == seq_id), None)
+        if part is None or part.drafted == 0:
+            return
+        without = replace(
+            work,
+            budgets=tuple(
+                0 if p.seq_id == seq_id else b for p, b in zip(parts, work.budgets, strict=True)
+            ),
+        )
+        before, plain = self.costs.of(without), self.costs.plain(work.contexts, work.mode)
+        cost = self.costs.of(work) - before
+        lasting = self.costs.of(replace(work, lags=(1,) * len(parts))) - before
+        self._probe(name).done(part.accepted * plain / len(parts) > lasting, cost / plain)
+
+    def forget(self, seq_id: int) -> None:
+        self.acceptance.forget(seq_id)
+        self._lengths.forget(seq_id)
+
+    def usage(self) -> dict[str, object]:
+        ledger = self.ledger
+        return {
+            "policy": "adaptive",
+            "k": self.config.most,
+            "plain_rounds": self._plain_rounds,
+            "rounds_by_drafter": dict(sorted(self._rounds.items())),
+            "drafted_histogram": {str(k): n for k, n in sorted(self._histogram.items())},
+            "probes": self._n_probes,
+            "acceptance": self.acceptance.summary(),
+            "ledger_debt_s": round(ledger.debt, 6),
+            "ledger_bound_s": round(ledger.bound, 6),
+            "ledger_plain_s": round(ledger.plain, 6),
+        }
+
+
+def _caps(longest: int) -> list[int]:
+    """Depths that are compared."""
+    steps = (*range(1, 9), 12, 16, 24, 32, 48, 64)
+    return [c for c in steps if c < longest] + [longest]
+
+
+def _spread(gains: dict[int, list[float]], by_rows: list[float], price: float) -> dict[int, int]:
+    """Nodes for each sequence: the most promising ones of all, as many as their rows are
+    worth; at least one."""
+    ranked = sorted(((g, i) for i, many in gains.items() for g in many), key=lambda x: -x[0])
+    best, best_n, total = -float("inf"), 0, 0.0
+    for n, (gain, _) in enumerate(ranked, start=1):
+        total += gain
+        value = total - price * by_rows[n]
+        if value > best:
+            best, best_n = value, n
+    return dict(Counter(i for _, i in ranked[:best_n]))
+
+
+def _promise(
+    gains: list[float], drafting: list[float], by_rows: list[float], price: float
+) -> float:
+    """Value of the best number of nodes: tokens less their seconds at `price`."""
+    best, total = -float("inf"), 0.0
+    for k, gain in enumerate(gains, start=1):
+        total += gain
+        best = max(best, total - price * (drafting[k - 1] + by_rows[k] - by_rows[0]))
+    return best

@@ -1,0 +1,71 @@
+"""What a policy does to keep knowing: probes of drafters that do not pay, and how long a
+request will probably go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Rounds until a refused drafter is tried again: at first, and at most.
+FIRST_WAIT, LONGEST_WAIT = 16, 4096
+#: Share of plain decoding's time below which probes need not become rarer.
+CHEAP = 0.005
+#: Tokens that a probe drafts at first; each one that pays is followed by a longer one.
+PROBE = 2
+
+
+@dataclass
+class Probe:
+    """Of one drafter. wait: rounds until the next probe; streak: probes in a row that paid."""
+
+    interval: int = FIRST_WAIT
+    wait: int = 0
+    streak: int = 0
+
+    @property
+    def due(self) -> bool:
+        return self.wait <= 0
+
+    @property
+    def size(self) -> int:
+        return PROBE + self.streak
+
+    def refused(self) -> None:
+        """A round in which the drafter could have proposed and was not asked."""
+        self.wait -= 1
+
+    def done(self, paid: bool, cost: float) -> None:
+        """A probe's outcome, and what it cost in plain steps. One that paid is followed by
+        another at once. After each that did not, twice as many rounds pass, while that many
+        probes are not cheap."""
+        if paid:
+            self.interval, self.wait, self.streak = FIRST_WAIT, 0, self.streak + 1
+        else:
+            self.wait, self.streak = self.interval, 0
+            most = min(max(FIRST_WAIT, round(cost / CHEAP)), LONGEST_WAIT)
+            self.interval = min(2 * self.interval, most)
+
+    def adopted(self) -> None:
+        """The drafter pays by its estimates, so it is no longer probed."""
+        self.interval, self.wait, self.streak = FIRST_WAIT, FIRST_WAIT, 0
+
+
+@dataclass
+class Lengths:
+    """Output lengths of requests, running and ended."""
+
+    mean: float | None = None
+    _known: dict[int, int] = field(default_factory=dict)
+
+    def note(self, seq_id: int, n_output: int) -> None:
+        self._known[seq_id] = n_output
+
+    def forget(self, seq_id: int) -> None:
+        n = self._known.pop(seq_id, 0)
+        if n > 0:
+            self.mean = n if self.mean is None else 0.9 * self.mean + 0.1 * n
+
+    def remaining(self, n_output: int, max_tokens: int) -> float:
+        """Tokens that a request will probably still emit: to the mean of those before it
+        (128 before any ended), a quarter of that where it is past it, max_tokens at most."""
+        mean = 128.0 if self.mean is None else self.mean
+        return min(max(mean - n_output, mean / 4), max_tokens - n_output)

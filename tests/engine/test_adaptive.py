@@ -1,0 +1,181 @@
+"""The adaptive policy on simulated time: it wins where something is to be won, and never
+loses. Seeds are fixed, so nothing here fails by chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulated import Alpha, SimDrafter, Simulation, profile, scaled
+
+from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
+from paceline.engine.policy import FixedBudget
+from paceline.errors import UserError
+
+#: (arrival, prompt tokens, output tokens).
+REQUESTS = [(0.0, 100, 128)] * 8
+JITTER = (0.7, 1.5)
+
+
+def simulate(
+    alpha: Alpha,
+    names: tuple[str, ...] = ("model",),
+    *,
+    k: int | None = None,
+    requests=REQUESTS,
+    max_batch: int = 1,
+    believed=None,
+    matches=lambda i, n: True,
+    **more,
+) -> Simulation:
+    """Run to the end: adaptive, or with k fixed."""
+    true, drafter = profile(), SimDrafter(names, matches)
+    policy = (
+        AdaptivePolicy(believed or true, drafter, clock=lambda: 0.0)
+        if k is None
+        else FixedBudget(k)
+    )
+    run = Simulation(true, drafter, alpha, policy, np.random.default_rng(1), **more)
+    run.run(requests, max_batch)
+    return run
+
+
+def speed(run: Simulation) -> float:
+    return run.tokens / run.work
+
+
+def against_plain(alpha: Alpha, names: tuple[str, ...] = ("model",), **more) -> float:
+    plain = {n: v for n, v in more.items() if n != "believed"}
+    return speed(simulate(alpha, names, **more)) / speed(simulate(alpha, names, k=0, **plain))
+
+
+def best_fixed(alpha: Alpha, names: tuple[str, ...], **more) -> float:
+    return max(speed(simulate(alpha, names, k=k, **more)) for k in (0, 1, 2, 3, 4, 6, 8))
+
+
+@pytest.mark.parametrize("noise", [(1.0, 1.0), JITTER])
+@pytest.mark.parametrize("max_batch", [1, 12])
+@pytest.mark.parametrize("names", [("model",), ("ngram",), ("ngram", "model")])
+def test_a_draft_that_is_always_wrong_costs_next_to_nothing(names, max_batch, noise) -> None:
+    requests = [(0.0, 100, 128)] * max(8, 2 * max_batch)
+    ratio = against_plain(
+        lambda i, t, d: 0.0, names, requests=requests, max_batch=max_batch, noise=noise
+    )
+    assert ratio >= 0.97
+
+
+@pytest.mark.parametrize("noise", [(1.0, 1.0), JITTER])
+def test_copying_reaches_the_best_fixed_budget(noise) -> None:
+    def alpha(i: int, t: int, d: str) -> float:
+        return 0.95
+
+    requests = [(0.0, 100, 128)] * 16
+    found = speed(simulate(alpha, ("ngram",), requests=requests, noise=noise))
+    assert found >= 0.95 * best_fixed(alpha, ("ngram",), requests=requests, noise=noise)
+
+
+def test_a_good_model_is_used_nearly_as_well_as_by_hindsight() -> None:
+    def alpha(i: int, t: int, d: str) -> float:
+        return 0.8
+
+    assert speed(simulate(alpha)) >= 0.95 * best_fixed(alpha, ("model",))
+
+
+@pytest.mark.parametrize(
+    ("ngram", "model"), [(0.9, 0.7), (0.1, 0.7), (0.9, 0.0)], ids=["both", "model", "ngram"]
+)
+def test_each_stretch_of_text_gets_the_drafter_that_serves_it(ngram: float, model: float) -> None:
+    """n-grams match in every other stretch of 20 tokens: better than any fixed k with both."""
+
+    def alpha(i: int, t: int, d: str) -> float:
+        return ngram if d == "ngram" else model
+
+    def matches(i: int, n: int) -> bool:
+        return n // 20 % 2 == 0
+
+    names = ("ngram", "model")
+    assert speed(simulate(alpha, names, matches=matches)) >= best_fixed(
+        alpha, names, matches=matches
+    )
+
+
+@pytest.mark.parametrize("good_first", [True, False])
+def test_acceptance_that_switches_is_followed(good_first: bool) -> None:
+    def alpha(i: int, t: int, d: str) -> float:
+        return 0.9 if (t // 400 % 2 == 0) == good_first else 0.02
+
+    requests = [(0.0, 50, 1600)]
+    run = simulate(alpha, ("ngram",), requests=requests)
+    fixed = best_fixed(alpha, ("ngram",), requests=requests)
+    assert speed(run) > 1.05 * fixed
+
+
+def test_load_from_1_to_16_and_back_does_not_collapse() -> None:
+    """One long request; 15 more arrive while it runs; another long one after them."""
+
+    def alpha(i: int, t: int, d: str) -> float:
+        return 0.8
+
+    requests = [(0.0, 50, 400), *[(1.5, 50, 100)] * 15, (8.0, 50, 400)]
+    run = simulate(alpha, requests=requests, max_batch=16)
+    plain = simulate(alpha, requests=requests, max_batch=16, k=0)
+    assert speed(run) >= speed(plain)
+    for i, ended in run.finished.items():
+        assert ended <= 1.05 * plain.finished[i], f"request {i} ended late"
+    alone = simulate(alpha, requests=[(0.0, 50, 400)])
+    assert run.finished[16] - 8.0 <= 1.1 * alone.now, "it does not find back"
+
+
+@pytest.mark.parametrize("rows", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("draft", [0.5, 1.0, 2.0])
+def test_a_wrong_profile_is_corrected(rows: float, draft: float) -> None:
+    def alpha(i: int, t: int, d: str) -> float:
+        return 0.8
+
+    requests = [(0.0, 100, 128)] * 12
+    found = simulate(alpha, requests=requests, believed=scaled(profile(), rows=rows, draft=draft))
+    assert speed(found) >= 0.93 * best_fixed(alpha, ("model",), requests=requests)
+    wrong = against_plain(lambda i, t, d: 0.0, believed=scaled(profile(), rows=rows, draft=draft))
+    assert wrong >= 0.97
+
+
+def test_a_machine_that_jumps_between_speeds_does_not_mislead() -> None:
+    """Three times as slow in every other second: what was slow then is not blamed."""
+
+    def slow(t: float) -> float:
+        return 3.0 if int(t) % 2 else 1.0
+
+    assert against_plain(lambda i, t, d: 0.8, requests=REQUESTS * 2, speed=slow) >= 1.15
+    assert against_plain(lambda i, t, d: 0.0, requests=REQUESTS * 2, speed=slow) >= 0.95
+
+
+def test_single_interruptions_do_not_stop_speculation() -> None:
+    def pauses(t: float) -> float:
+        return 20.0 if int(t * 1000) % 50 == 0 else 1.0
+
+    def alpha(i: int, t: int, d: str) -> float:
+        return 0.9
+
+    run = simulate(alpha, ("ngram",), requests=REQUESTS * 3, speed=pauses)
+    usage = run.policy.usage()
+    assert usage["rounds_by_drafter"]["ngram"] > 5 * usage["plain_rounds"]
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    """Reading 3000 tokens takes the draft longer than it could save on 20."""
+    run = simulate(lambda i, t, d: 0.9, requests=[(0.0, 3000, 20)] * 4)
+    assert run.policy.usage()["rounds_by_drafter"] == {}
+
+
+def test_the_bound_is_reported_and_kept() -> None:
+    usage = simulate(lambda i, t, d: 0.0, noise=JITTER).policy.usage()
+    assert usage["ledger_debt_s"] <= usage["ledger_bound_s"]
+    assert usage["ledger_bound_s"] <= 0.02 * usage["ledger_plain_s"] + (2 + 24) * 0.03
+    assert sum(usage["drafted_histogram"].values()) > 1000
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({"most": 65}, "k = 65"), ({"eps": 0.0}, "eps"), ({"trial": -1}, "trial")]
+)
+def test_settings_out_of_range_are_refused(values: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        AdaptiveConfig(**values)

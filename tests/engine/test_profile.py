@@ -1,0 +1,258 @@
+"""Measuring costs: a machine whose costs are known is measured right; profiles are kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from simulated_machine import VOCAB, Machine, SimulatedClock
+
+from paceline.core.latency import Curve, DraftCost, HostCost, Profile, TargetCost
+from paceline.draft.cache import DraftCache
+from paceline.draft.model import ModelDrafter
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.none import NoDrafter
+from paceline.draft.vocabulary import SameVocabulary
+from paceline.engine import profile as profiles
+from paceline.engine.engine import EngineConfig
+from paceline.engine.fitting import Session, Step, fit_host
+from paceline.engine.measure import FULL, QUICK, measure
+from paceline.engine.profile import (
+    file_identity,
+    load_profile,
+    obtain_profile,
+    profile_key,
+    read_profile,
+    save_profile,
+)
+from paceline.errors import UserError
+
+CONFIG = EngineConfig(kv_tokens=16384, block_size=32, max_batch=8, prefill_chunk=512)
+
+TARGET = TargetCost(
+    rows=Curve(xs=(1.0, 4.0, 64.0), ys=(50e-3, 56e-3, 236e-3)),
+    per_entry=Curve(xs=(1.0, 17.0), ys=(2e-6, 4e-6)),
+)
+DRAFT = TargetCost(
+    rows=Curve(xs=(1.0, 64.0), ys=(8e-3, 8e-3 + 63 * 0.1e-3)), per_entry=Curve.level(0.5e-6)
+)
+
+
+def machines(clock):
+    target, draft = Machine(clock, TARGET), Machine(clock, DRAFT, "draft")
+    cache = DraftCache(draft, n_blocks=CONFIG.n_blocks, block_size=32, max_batch=8)
+    return target, ModelDrafter(cache, SameVocabulary(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("depth", "noise", "within"), [(FULL, 0.0, 0.01), (FULL, 0.05, 0.04), (QUICK, 0.0, 0.03)]
+)
+def test_known_costs_are_found(depth, noise, within):
+    clock = SimulatedClock(noise)
+    target, drafter = machines(clock)
+    found = measure(target, {"d": drafter}, CONFIG, depth=depth, clock=clock)
+    lift = 1.0 + noise / 2  # what a noisy machine takes on the median
+    for n in (1, 2, 4, 5, 9, 16):
+        assert found.target([n], [0]) == pytest.approx(lift * TARGET([n], [0]), rel=within)
+        assert found.target([n], [1000]) == pytest.approx(lift * TARGET([n], [1000]), rel=within)
+    d = found.drafts["d"]
+    for batch, k in ((1, 1), (1, 4), (1, 8), (4, 4)):
+        # After a round whose drafts were all accepted the draft lacks two tokens.
+        rows = 8e-3 * k + 0.1e-3 * (batch * (k + 1) - k)
+        reads = k * batch * 64 * 0.5e-6
+        assert d(k, [64] * batch) == pytest.approx(lift * (rows + reads), rel=0.02 + within)
+    if depth is FULL:
+        reading = d(4, [2064]) - d(4, [64])
+        assert reading == pytest.approx(4 * 2000 * 0.5e-6 * lift, rel=0.15 + 6 * noise)
+        assert found.target.rows(512) == pytest.approx(lift * TARGET.rows(512), rel=0.1)
+        prompt = DRAFT.rows(512) + DRAFT.rows(512) - 2 * DRAFT.rows(1)
+        assert d.catch_up(1024) == pytest.approx(prompt, rel=0.3)
+    assert found.meta["seconds"] < 60 * (1 + 2 * noise)
+    assert drafter.usage().blocks_used == 0
+
+
+def test_the_quick_depth_is_quick():
+    """With a pass of 50 ms and drafts of 8 ms a token, as its docstring says."""
+    clock = SimulatedClock()
+    target, drafter = machines(clock)
+    measure(target, {"d": drafter}, CONFIG, depth=QUICK, clock=clock)
+    assert clock.now < 5.0
+
+
+def test_interruptions_leave_medians_alone():
+    """One step in twenty takes ten times as long; means would be 45 % too high."""
+    clock = SimulatedClock(noise=1e-9)
+    target, _ = machines(clock)
+    found = measure(target, {}, CONFIG, depth=FULL, clock=clock)
+    assert found.target([1], [0]) == pytest.approx(50e-3, rel=0.02)
+    assert found.target([9], [0]) == pytest.approx(TARGET([9], [0]), rel=0.05)
+    assert found.drafts == {}
+
+
+def test_a_light_drafter_costs_next_to_nothing():
+    clock = SimulatedClock()
+    found = measure(Machine(clock, TARGET), {"ngram": NgramDrafter()}, CONFIG, clock=clock)
+    assert found.drafts["ngram"](4, [64]) < 1e-4
+
+
+def test_time_to_find_nothing_is_drafting_time():
+    clock = SimulatedClock()
+
+    class Slow(NoDrafter):
+        """Nothing to propose, and 3 ms to find that out."""
+
+        def propose(self, seqs, budgets):
+            clock.work(3e-3)
+            return super().propose(seqs, budgets)
+
+    found = measure(Machine(clock, TARGET), {"slow": Slow()}, CONFIG, clock=clock)
+    assert found.drafts["slow"](4, [64]) == pytest.approx(3e-3, rel=0.05)
+    assert found.drafts["slow"](1, [64]) == pytest.approx(3e-3, rel=0.05)
+    assert found.drafts["slow"](0, [64]) < 1e-4
+    assert found.host["greedy"](1, 1) < 1e-3
+
+
+def test_host_cost_by_sequences_and_rows():
+    known = HostCost(step=4e-4, sequence=1e-4, row=5e-5)
+    steps = [
+        Step(
+            session=Session(batch=n, budgets=(0, k), rounds=1, prompt=8), k=k, drafted=n * k,
+            contexts=(8,) * n, t_p=1.0, t_q=0.0, t_o=known(n, n * (k + 1)),
+        )
+        for n in (1, 4)
+        for k in (0, 2, 8)
+    ]  # fmt: skip
+    found = fit_host(steps)
+    for name in ("step", "sequence", "row"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=1e-6)
+
+
+def test_a_pool_too_small_to_measure_in():
+    clock = SimulatedClock()
+    config = EngineConfig(kv_tokens=16, block_size=16, max_batch=1)
+    with pytest.raises(UserError, match="kv_tokens = 16"):
+        measure(Machine(clock, TARGET), {"ngram": NgramDrafter()}, config, clock=clock)
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_small_pools_and_contexts(tokens):
+    """What does not fit is left out, and a profile comes out all the same."""
+    clock = SimulatedClock()
+    config = EngineConfig(kv_tokens=tokens, block_size=16, max_batch=1, prefill_chunk=32)
+    target = Machine(clock, TARGET, max_context=tokens)
+    found = measure(target, {"ngram": NgramDrafter()}, config, depth=QUICK, clock=clock)
+    assert found.target([1], [0]) == pytest.approx(50e-3, rel=0.05)
+    assert set(found.host) == {"greedy", "sampled"}
+
+
+# --- the cache of profiles ---
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    return tmp_path / "profiles"
+
+
+PROFILE = Profile(
+    target=TARGET,
+    drafts={"d": DraftCost(fixed=1e-3)},
+    host={m: HostCost(step=1e-3, sequence=0.0, row=0.0) for m in ("greedy", "sampled")},
+)
+
+
+def test_profiles_are_kept(cache):
+    assert load_profile("key") is None
+    assert save_profile("key", PROFILE) == cache / "key.json"
+    assert load_profile("key") == PROFILE
+    assert [f.name for f in cache.iterdir()] == ["key.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 0}'])
+def test_a_damaged_profile_is_measured_again(cache, caplog, text):
+    save_profile("key", PROFILE)
+    (cache / "key.json").write_text(text)
+    assert load_profile("key") is None
+    assert "measured again" in caplog.text
+
+
+def test_a_cache_that_cant_be_written_is_no_error(monkeypatch, tmp_path, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("PACELINE_CACHE", str(file))
+    assert save_profile("key", PROFILE) is None
+    assert "can't be kept" in caplog.text
+
+
+def test_the_key_names_all_that_costs_depend_on(monkeypatch):
+    info = Machine(SimulatedClock(), TARGET).info
+    key = profile_key(info, ["a", "b"], weights="w")
+    assert key == profile_key(info, ["b", "a"], weights="w")
+    others = [
+        profile_key(info, ["a"], weights="w"),
+        profile_key(info, ["a", "b"], weights="v"),
+        profile_key(info, ["a", "b"], weights="w", depth="quick"),
+        profile_key(replace(info, dtype="bfloat16"), ["a", "b"], weights="w"),
+    ]
+    monkeypatch.setenv("PACELINE_THREADS", "61")
+    others.append(profile_key(info, ["a", "b"], weights="w"))
+    assert len({key, *others}) == 6
+
+
+def test_weights_are_told_apart(tmp_path):
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"1")
+    one = file_identity(file)
+    assert one == file_identity(file)
+    file.write_bytes(b"12")
+    assert one != file_identity(file)
+    assert "a.gguf" in file_identity(tmp_path)
+
+
+def test_measured_once_then_known(cache):
+    clock = SimulatedClock()
+    target, drafter = machines(clock)
+    said = []
+
+    def get(**options):
+        return obtain_profile(
+            target, {"d": drafter}, CONFIG, clock=clock, on_measure=lambda: said.append(1),
+            **options,
+        )  # fmt: skip
+
+    first = get(depth="quick")
+    assert get(depth="quick") == first
+    assert said == [1]
+    full = get(depth="full")  # the quick one won't do
+    assert full.meta["depth"] == "full"
+    assert get(depth="quick") == full  # the better one will
+    assert said == [1, 1]
+    get(depth="quick", fresh=True)
+    assert said == [1, 1, 1]
+    assert profiles.hardware()["threads"] >= 1
+
+
+def test_drafters_measured_together_are_known_alone(cache):
+    clock = SimulatedClock()
+    target, drafter = machines(clock)
+    both = {"d": drafter, "ngram": NgramDrafter()}
+    found = obtain_profile(target, both, CONFIG, clock=clock)
+
+    def fail():
+        raise AssertionError("measured again")
+
+    for label in both:
+        alone = obtain_profile(target, {label: both[label]}, CONFIG, clock=clock, on_measure=fail)
+        assert alone.drafts == {label: found.drafts[label]}
+
+
+def test_profiles_of_users(tmp_path):
+    file = tmp_path / "p.json"
+    with pytest.raises(UserError, match="can't be read"):
+        read_profile(file)
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"p\.json.*--save-profile"):
+        read_profile(file)
+    file.write_text(json.dumps(PROFILE.to_json()))
+    assert read_profile(file) == PROFILE
