@@ -95,7 +95,7 @@ def main() -> None:
     stride = max(1, len(lines) // args.count)
     prompts = [json.loads(line)["turns"][0] for line in lines[::stride][: args.count]]
 
-    llm = LLM(args.model, draft=args.draft, k=args.k, dtype=args.dtype)
+    llm = LLM(args.model, draft=args.draft, policy="fixed", k=args.k, dtype=args.dtype)
     theirs = in_transformers(args.model) if args.peer else None
     plain, fast, peer, taus, same = [], [], [], [], 0
     for i, prompt in enumerate(prompts):

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="one JSON line on stdout")
     args = parser.parse_args()
-    llm = LLM(args.model, draft=args.model, k=args.k)
+    llm = LLM(args.model, draft=args.model, policy="fixed", k=args.k)
     cases = {
         "greedy_ms": SamplingParams(max_tokens=200, ignore_eos=True),
         "sampled_ms": SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1),

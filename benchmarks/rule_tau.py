@@ -70,7 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     lines = lines[:: max(1, len(lines) // args.count)][: args.count]
-    llm = LLM(args.model, draft=args.draft, k=args.k, tree=args.tree)
+    llm = LLM(args.model, draft=args.draft, policy="fixed", k=args.k, tree=args.tree)
     by_prompt = []
     for number, line in enumerate(track(lines, console=Console(stderr=True))):
         comparison = Comparison([rule_named(r) for r in args.rules], args.repeats)

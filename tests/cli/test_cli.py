@@ -61,6 +61,8 @@ def test_prompt_from_stdin_and_file_give_the_same_text(smollm_path: Path, tmp_pa
         (("generate", "x", "--temperature", "-1"), "temperature = -1"),
         (("generate", "x", "--top-p", "0"), "top_p = 0"),
         (("generate", "x", "-k", "-2"), "k = -2"),
+        (("generate", "x", "--policy", "brave"), "adaptive or fixed"),
+        (("generate", "x", "--profile", "missing.json"), "missing.json"),
         (("generate", "x", "--dtype", "int3"), "int3"),
         (("generate", ""), "empty"),
         (("generate", "x", "--file", "missing.txt"), "not both"),

@@ -8,7 +8,18 @@ from typing import NoReturn
 
 import typer
 
-from paceline.cli import chat, demo, generate, prove, pull
+from paceline.cli import (
+    advise,
+    bench,
+    chat,
+    demo,
+    generate,
+    peers,
+    prove,
+    pull,
+    report,
+    train,
+)
 from paceline.cli.common import console
 from paceline.errors import UserError
 
@@ -23,7 +34,12 @@ app.command("pull")(pull.pull)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
+app.command("bench")(bench.bench)
+app.command("report")(report.report)
+app.command("peers")(peers.peers)
 app.command("prove")(prove.prove)
+app.command("advise")(advise.advise)
+app.add_typer(train.app)
 
 # Typer brings a click of its own (older ones the separate package): found by its name.
 _USAGE_ERRORS = tuple(c for c in typer.BadParameter.__mro__ if c.__name__ == "UsageError")

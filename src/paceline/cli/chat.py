@@ -18,7 +18,9 @@ from paceline.types import SamplingParams
 def chat(
     model: c.Model = c.DEFAULT_MODEL,
     draft: c.Draft = "ngram",
+    policy: c.Policy = "adaptive",
     k: c.K = None,
+    profile: c.CostProfile = None,
     tree: c.Tree = None,
     draft_vocab: c.DraftVocab = "same",
     draft_weights: c.DraftWeights = "fast",
@@ -52,7 +54,9 @@ def chat(
     llm = c.load(
         model,
         draft=draft,
+        policy=policy,
         k=k,
+        profile=profile,
         tree=tree,
         draft_vocab=draft_vocab,
         draft_weights=draft_weights,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,7 +30,12 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str,
-    typer.Option("--draft", "-d", help="none, ngram, or a smaller model."),
+    typer.Option(
+        "--draft",
+        "-d",
+        help="none, ngram, layerskip, a smaller model, a trained head (eagle3, medusa, a "
+        "folder), or ngram+DRAFT for both.",
+    ),
 ]
 Tree = Annotated[
     str | None,
@@ -48,11 +53,25 @@ K = Annotated[
     typer.Option(
         "-k",
         help="Tokens to draft a round at most; 0 is plain decoding.",
-        show_default="4, or the whole tree",
+        show_default="8; 4 where fixed; a whole tree",
+    ),
+]
+Policy = Annotated[
+    str,
+    typer.Option(help="adaptive: draft what pays, never slower than plain; fixed: always -k."),
+]
+CostProfile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", help="Costs for the adaptive policy, as `paceline advise` saves them."
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="auto (native core for quantised weights on a CPU), bfloat16, float32.")
+    str,
+    typer.Option(
+        help="auto (native core for quantised weights on a CPU), bfloat16, float32; "
+        "q4 or q8: native core, weights quantised to 4 or 8 bits."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 KvTokens = Annotated[int, typer.Option(help="Tokens that the key/value cache holds.")]
@@ -131,12 +150,16 @@ def load(
     """An LLM from command-line values, with a note while it loads. options: as of `LLM`."""
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     engine = EngineConfig(kv_tokens=kv_tokens)
-    with status(f"loading {model}" + ("" if draft in ("none", "ngram") else f" and {draft}")):
+    loading = f"loading {model}" + ("" if draft in ("none", "ngram") else f" and {draft}")
+    with status(loading) as say:
         llm = LLM(
             model,
             draft=draft,
             engine=engine,
             memory_limit=limit,
+            on_pack=lambda name, share: say(
+                loading if share == 1 else f"packing {name}, this once: {share:.0%}"
+            ),
             **options,
         )
     for note in llm.notes:
@@ -167,13 +190,13 @@ def text_or_file(value: str | None) -> str | None:
 
 
 @contextmanager
-def status(text: str) -> Iterator[None]:
-    """A spinner on a terminal; nothing elsewhere."""
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on a terminal, nothing elsewhere. What it gives sets another text."""
     if not console.is_terminal:
-        yield
+        yield lambda text: None
         return
-    with console.status(text):
-        yield
+    with console.status(text) as spinner:
+        yield spinner.update
 
 
 class Painter:

@@ -85,7 +85,8 @@ def _speed(outputs: list[RequestOutput]) -> float:
 def demo(
     model: c.Model = c.DEFAULT_MODEL,
     draft: c.Draft = "ngram",
-    k: Annotated[int, typer.Option("-k", help="Tokens to draft a round at most.")] = 8,
+    policy: c.Policy = "adaptive",
+    k: c.K = None,
     max_tokens: c.MaxTokens = 192,
     repeats: Annotated[
         int, typer.Option(min=1, help="Interleaved runs of each kind; medians count.")
@@ -94,7 +95,7 @@ def demo(
     device: c.Device = "auto",
 ) -> None:
     """Decode an ordinary and a copy-heavy prompt plainly and speculatively; compare."""
-    llm = c.load(model, draft=draft, k=k, dtype=dtype, device=device)
+    llm = c.load(model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
     comparisons = []
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=c.console
@@ -102,17 +103,19 @@ def demo(
         for name, prompt in PROMPTS:
             tokens = llm.chat_tokens([{"role": "user", "content": prompt}])
             task = progress.add_task(name)
-            comparisons.append(_compare(llm, name, tokens, k, max_tokens, repeats, progress, task))
+            comparisons.append(_compare(llm, name, tokens, max_tokens, repeats, progress, task))
             progress.remove_task(task)
     for comparison in comparisons:
         _print_pair(llm, comparison)
-    _print_table(comparisons, draft, k)
+    how = f"{policy}, k = {llm.k}"
+    _print_table(comparisons, f"draft {draft}, {how}, greedy")
     info = llm.engine.model.info
     c.print_json(
         {
             "model": info.name,
             "draft": draft,
-            "k": k,
+            "policy": policy,
+            "k": llm.k,
             "dtype": info.dtype,
             "prompts": [x.as_dict() for x in comparisons],
             "numerics": info.numerics.value,
@@ -125,7 +128,6 @@ def _compare(
     llm: LLM,
     name: str,
     tokens: tuple[int, ...],
-    k: int,
     max_tokens: int,
     repeats: int,
     progress: Progress,
@@ -137,7 +139,7 @@ def _compare(
     for run in range(2 * repeats):
         kind = "plain" if run % 4 in (0, 3) else "speculative"
         progress.update(task, description=f"{name}: {kind} decoding, run {run // 2 + 1}")
-        params = SamplingParams(max_tokens=max_tokens, k=0 if kind == "plain" else k)
+        params = SamplingParams(max_tokens=max_tokens, k=0 if kind == "plain" else None)
         outputs[kind] += llm.generate(tokens, params)
     return Comparison(name, outputs["plain"], outputs["speculative"])
 
@@ -157,8 +159,8 @@ def _print_pair(llm: LLM, comparison: Comparison) -> None:
     c.console.print(legend)
 
 
-def _print_table(comparisons: list[Comparison], draft: str, k: int) -> None:
-    table = Table(title=f"draft {draft}, k = {k}, greedy")
+def _print_table(comparisons: list[Comparison], title: str) -> None:
+    table = Table(title=title)
     for column in ("prompt", "same text", "plain tok/s", "speculative tok/s", "speed-up", "tau"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for comparison in comparisons:
