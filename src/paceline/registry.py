@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 from paceline.core.shapes import TreeShape, level_widths
+from paceline.draft.auto import AutoDrafter
 from paceline.draft.base import Drafter
 from paceline.draft.cache import DraftCache
+from paceline.draft.layerskip import LayerSkipDrafter, mask_path, read_mask, weight_file_bytes
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
@@ -19,11 +22,15 @@ from paceline.draft.tree import Beam, TreeDrafter
 from paceline.draft.vocabulary import SameVocabulary, SharedTokens, Vocabulary, through_text
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
+from paceline.models.heads.shipped import shipped_folder
 from paceline.models.loading import Checkpoint, open_checkpoint
 from paceline.models.tokenizer import Tokenizer, first_mismatch
+from paceline.registry_heads import head_tree, is_head, plan_head
 
 #: Drafters without a model of their own.
 LIGHT = ("none", "ngram")
+#: Before the name of another draft: n-grams where they match, that draft elsewhere.
+NGRAM_FIRST = "ngram+"
 VOCABULARIES = ("same", "intersect", "slem")
 WEIGHTS = ("fast", "stored")
 MAX_NODES = 64
@@ -31,7 +38,8 @@ MAX_NODES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSpec:
-    """What the user asked for. name: none, ngram, or a model. tree: see `parse_tree`.
+    """What the user asked for. name: none, ngram, a model, or `ngram+MODEL` for both: n-grams
+    where they match, the model elsewhere, whose the other options are. tree: see `parse_tree`.
     vocabulary: same, intersect or slem. weights: on the native core, `fast` re-quantises the
     draft to 4 bits and cuts its head to frequent tokens; `stored` takes the file as it is."""
 
@@ -47,14 +55,41 @@ class DraftSpec:
             raise UserError(
                 f"unknown draft vocabulary {self.vocabulary!r}: use {', '.join(VOCABULARIES)}"
             )
-        if self.name in LIGHT and (self.tree is not None or self.vocabulary != "same"):
+        if self.name.startswith(NGRAM_FIRST):
+            if self.second.name in LIGHT or self.second.name.startswith(NGRAM_FIRST):
+                raise UserError(
+                    f"draft {self.name!r} combines n-grams with nothing new: write "
+                    f"{NGRAM_FIRST}MODEL, or ngram"
+                )
+            return  # `second` has checked the rest
+        no_model = self.name in LIGHT or is_layerskip(self.name)
+        if no_model and (self.tree is not None or self.vocabulary != "same"):
             raise UserError(
                 f"draft {self.name!r} has no tree and no vocabulary of its own: give a draft "
                 "model, or drop these options"
             )
         if self.vocabulary == "slem" and self.tree is not None:
             raise UserError("draft vocabulary 'slem' proposes chains only: drop the tree")
-        parse_tree(self.tree)
+        if not is_head(self.name):
+            parse_tree(self.tree)
+            return
+        head_tree(self.tree)
+        if self.vocabulary != "same":
+            raise UserError(
+                f"draft {self.name!r} was trained for its target's vocabulary: drop "
+                f"--draft-vocab {self.vocabulary}"
+            )
+
+    @property
+    def second(self) -> DraftSpec:
+        """The draft that a combination turns to where n-grams have nothing."""
+        return replace(self, name=self.name.removeprefix(NGRAM_FIRST))
+
+    @property
+    def label(self) -> str:
+        """All that this draft costs depends on, for profiles."""
+        options = [v for v in (self.tree, self.vocabulary, self.weights) if v is not None]
+        return self.name if self.name in LIGHT else " ".join([self.name, *options])
 
 
 @dataclass(frozen=True)
@@ -117,16 +152,28 @@ def plan_drafter(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> D
         return DraftPlan(build=NoDrafter, memory={})
     if spec.name == "ngram":
         return DraftPlan(build=NgramDrafter, memory={})
+    if spec.name.startswith(NGRAM_FIRST):
+        second = plan_drafter(spec.second, target, config)
+        return replace(second, build=lambda: _with_ngrams(spec.second, second.build()))
+    if is_layerskip(spec.name):
+        return _plan_layerskip(spec.name, target)
+    if is_head(spec.name):
+        return _plan_head(spec, target, config)
     # A draft's precision is its own affair: on a CPU it takes the fastest path there is.
     on_cpu = target.device.type == "cpu"
     dtype = "auto" if on_cpu else str(target.dtype).removeprefix("torch.")
     try:
-        draft = open_checkpoint(spec.name, dtype=dtype, device=str(target.device))
+        draft = open_checkpoint(
+            spec.name, dtype=dtype, device=str(target.device), on_pack=target.on_pack
+        )
     except UserError as e:
         raise UserError(f"draft {spec.name!r} ({', '.join(LIGHT)} or a model): {e}") from None
     if spec.vocabulary == "same":
         _check_same(spec.name, target, draft)
     vocabulary, notes = _vocabulary(spec, target, draft)
+    if spec.weights == "fast" and target.native and not draft.native:
+        draft, more = _on_the_core(draft)
+        notes += more
     if spec.weights == "fast" and draft.native:
         draft = replace(draft, fast=True)
         head = draft.fast_head
@@ -160,6 +207,73 @@ def plan_drafter(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> D
         tree=tree,
         notes=notes,
     )
+
+
+def _on_the_core(draft: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+    """A draft of float weights beside a target on the native core: there too, if it can be,
+    because torch is left one thread."""
+    try:
+        return draft.quantised("q4"), ()
+    except UserError as e:
+        return draft, (f"the draft runs in torch, on one thread: {e}",)
+
+
+def _with_ngrams(second: DraftSpec, drafter: Drafter) -> AutoDrafter:
+    return AutoDrafter({"ngram": NgramDrafter(), second.name: drafter})
+
+
+def drafters_of(spec: DraftSpec, drafter: Drafter) -> dict[str, tuple[str, Drafter]]:
+    """Of a drafter that was built for `spec`: by the name under which it proposes
+    (`Arm.drafter`), the label of its costs and itself; none of it where nothing drafts."""
+    if isinstance(drafter, AutoDrafter):
+        labels = {"ngram": "ngram", spec.second.name: spec.second.label}
+        return {name: (labels[name], d) for name, d in drafter.drafters.items()}
+    return {} if spec.name == "none" else {drafter.name: (spec.label, drafter)}
+
+
+def _plan_head(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> DraftPlan:
+    stored = spec.weights == "stored"
+    plan = plan_head(spec.name, head_tree(spec.tree), stored=stored, target=target, config=config)
+    tree = None if plan.nodes is None else TreePlan(Beam(nodes=plan.nodes), sampled=False)
+    return DraftPlan(build=plan.build, memory=plan.memory, tree=tree, notes=plan.notes)
+
+
+def is_layerskip(name: str) -> bool:
+    """`layerskip`, or `layerskip:MASK.json`: the target drafts with skipped sub-layers."""
+    return name == "layerskip" or name.startswith("layerskip:")
+
+
+def _plan_layerskip(name: str, target: Checkpoint) -> DraftPlan:
+    """With the mask file that is named, else with the one that was searched for this target
+    here, else with the one that comes with the package."""
+    _, colon, given = name.partition(":")
+    own = target.source.name
+    known = (mask_path(own), shipped_folder() / own / "layerskip.json")
+    path = Path(given) if colon else next((p for p in known if p.is_file()), known[0])
+    if not path.is_file():
+        what = f"mask file {str(path)!r} is not there" if colon else f"no mask of {own!r} is known"
+        raise UserError(
+            f"draft {name!r}: {what}; search one with: paceline train layerskip --model {own} "
+            f"--prompts PROMPTS" + (f" --out {given}" if given else "")
+        )
+    file = read_mask(path)
+    if file.target.n_layers != target.config.n_layers:
+        raise UserError(
+            f"draft {name!r}: the mask is for {file.target.n_layers} layers of "
+            f"{file.target.name!r}, but {own!r} has {target.config.n_layers}"
+        )
+    notes = []
+    if file.target.size != weight_file_bytes(target.source):
+        notes.append(
+            f"the mask was searched for {file.target.name}, not for these weights: output is "
+            "exact all the same, drafts may be poor"
+        )
+    if file.measured is not None and file.measured.speedup < 1.0:
+        notes.append(
+            f"layer skipping was slower than plain decoding when this mask was measured "
+            f"({file.measured.speedup:.2f} times its speed)"
+        )
+    return DraftPlan(build=lambda: LayerSkipDrafter(file.plan), memory={}, notes=tuple(notes))
 
 
 def _check_same(name: str, target: Checkpoint, draft: Checkpoint) -> None:

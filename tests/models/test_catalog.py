@@ -289,6 +289,7 @@ def test_the_hub_comes_first(hub: types.SimpleNamespace, index: Index) -> None:
         (errors.OfflineModeIsEnabled("off"), WHOLE, "the Hub gives no answer"),
         (RuntimeError("any"), WHOLE, "the Hub gives no answer"),
     ],
+    ids=["checksum", "damaged", "offline", "broken"],
 )
 def test_wheels_serve_where_the_hub_does_not(
     hub: types.SimpleNamespace, index: Index, etag: object, data: bytes, note: str

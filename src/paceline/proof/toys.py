@@ -14,6 +14,7 @@ import numpy as np
 from paceline.core.shapes import TreeShape, level_widths
 from paceline.draft.base import Drafter
 from paceline.draft.cache import DraftCache
+from paceline.draft.layerskip import LayerSkipDrafter, SkipPlan, skip_mask
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
@@ -33,8 +34,9 @@ WORDS = ("ab", "cc", "de", "h", "g", "f", "e", "d", "c", "b", "")
 
 @cache
 def target() -> TabularModel:
-    """Every token of the context matters, so that nothing stale can go unseen."""
-    return TabularModel(SIZE, order=None, seed=17, scale=1.2)
+    """Every token of the context matters, so that nothing stale can go unseen. With skipped
+    layers it is as good as `draft`."""
+    return TabularModel(SIZE, order=None, seed=17, scale=1.2, skipped=draft())
 
 
 @cache
@@ -126,6 +128,10 @@ DRAFTERS: dict[str, tuple[Callable[[EngineConfig], Drafter], tuple[str, ...]]] =
     "model, tree top:2x2": (_tree(level_widths((2, 2)), False), _CHOSEN),
     "model, tree paths:7": (_tree(Beam(nodes=7, width=3, depth=4), False), _CHOSEN),
     "model, intersect": (_intersect, _CHAIN),
+    "layerskip": (
+        lambda c: LayerSkipDrafter(SkipPlan(mask=skip_mask(1, mlp=[0]), gamma=0.25)),
+        ("block", "token", "walk"),
+    ),
     "model, slem": (
         lambda c: SlemDrafter(_cache(foreign_draft(), c, 2), OURS, THEIRS),
         ("walk",),

@@ -1,0 +1,343 @@
+"""EAGLE: one trained decoder layer drafts from the target's own hidden states.
+
+EAGLE-1 (Li et al. 2024) and EAGLE-3 (2025) heads; chains, or EAGLE-2's dynamic trees of the
+most probable paths. Row t of the head's cache pairs the target's feature of token t with the
+embedding of token t + 1:
+
+    tokens     x0  x1  x2 ... x(n-2)  x(n-1) = root
+    features   f0  f1  f2 ... f(n-2)               n - 1 of them, as in the target's cache
+    rows       (f0,x1) (f1,x2) ... (f(n-2),root)   row n - 2 gives the root's children
+
+Below the root the layer's own output takes the feature's place. Those rows are scratch: the
+next round computes them again from the target's features, as far as they were accepted.
+Legend: N rows, D hidden, U draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.core.draws import KeyedDraws
+from paceline.core.law import Law, PointLaw
+from paceline.core.rules import Verdict
+from paceline.core.tree import TokenTree, chain
+from paceline.draft.base import Arm, DrafterUsage
+from paceline.draft.coupling import coupled, coupled_token
+from paceline.draft.heads import HeadVocabulary, committed_rows
+from paceline.errors import UserError
+from paceline.models.base import KVStore, TargetModel, TargetOutput
+from paceline.models.heads.config import EagleConfig
+from paceline.models.heads.runtime import EagleRunner, Part, RowCache
+from paceline.sampling.context import Context, Row, context_of
+from paceline.sampling.law import build_laws
+from paceline.types import Sequence
+
+#: Features wait for the next proposal, so that rounds without one cost nothing; so many at
+#: most.
+MAX_PENDING = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTree:
+    """EAGLE-2 (Li et al. 2024, section 4): the best `width` nodes of a level propose their best
+    `width` children, for `depth` levels; of all, the best `nodes` are proposed."""
+
+    nodes: int
+    width: int = 4
+    depth: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "width", "depth"):
+            if not 1 <= getattr(self, name) <= 256:
+                raise UserError(
+                    f"tree {name} = {getattr(self, name)} is out of range: use 1 to 256"
+                )
+
+
+@dataclass
+class _State:
+    """cache: rows of the committed tokens whose features were fed; pending: features that
+    wait, [n, taps * D] each; last_D: the layer's output of the last fed row."""
+
+    cache: RowCache
+    pending: list[torch.Tensor] = field(default_factory=list)
+    n_pending: int = 0
+    last_D: torch.Tensor | None = None
+
+    @property
+    def known(self) -> int:
+        return self.cache.rows + self.n_pending
+
+
+@dataclass
+class _Growing:
+    """A proposal in the making; node 0 is the root. scores: log-probabilities of the paths;
+    hidden: the layer's output at the row whose token is the node's (the root's: the last
+    committed row); slots: that row's place in the scratch (the root has none)."""
+
+    seq: Sequence
+    state: _State
+    budget: int
+    context: Context | None
+    tokens: list[int]
+    hidden: dict[int, torch.Tensor]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    paths: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    laws: list[Law] = field(default_factory=list)
+    slots: dict[int, int] = field(default_factory=dict)
+    frontier: list[int] = field(default_factory=lambda: [0])
+
+    def add(self, parent: int, token: int, score: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.paths.append((*self.paths[parent], token))
+        self.scores.append(score)
+        return len(self.tokens) - 1
+
+    def above(self, node: int) -> list[int]:
+        """Scratch places of a node's ancestors."""
+        found = []
+        node = self.parents[node]
+        while node > 0:
+            found.append(self.slots[node])
+            node = self.parents[node]
+        return found
+
+
+class EagleDrafter:
+    """shape: a dynamic tree, or None for chains. sampled: where the request samples, chains are
+    drawn from the head's own law (judged by block verification; tied to the target's draws and
+    judged by the walk where `draft.coupling` says so), not chosen as its most probable
+    tokens."""
+
+    name = "eagle"
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        make: Callable[[TargetModel], EagleRunner],
+        *,
+        shape: DynamicTree | None = None,
+        sampled: bool = False,
+        weight_bytes: int = 0,
+        block_size: int = 32,
+    ) -> None:
+        """make: the head of this config, ready to run beside the target that it is bound to.
+        block_size: rows that `usage` counts as one block."""
+        if sampled and shape is not None:
+            raise UserError("the most probable paths are chosen, not sampled: drop the tree")
+        self.name = config.kind
+        self.taps: tuple[int, ...] = config.taps
+        self.config = config
+        self.shape = shape
+        self._make = make
+        self._sampled = sampled
+        self._weight_bytes = weight_bytes
+        self._block_size = block_size
+        self._states: dict[int, _State] = {}
+
+    def bind(self, model: TargetModel, kv: KVStore) -> None:
+        """See `draft.base`: the head borrows the target's embeddings. Its cache stays alone."""
+        self._runner = self._make(model)
+        self._vocabulary = HeadVocabulary(self._runner.target_ids, self.config.vocab_size)
+
+    def example(self, greedy: bool) -> TokenTree:
+        if self.shape is not None:
+            return TokenTree((0, 0, 1), (-1, 0, 0))
+        return chain(0, [0], [PointLaw(0, 1)] if self._sampled and not greedy else None)
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        state = self._states.get(seq.id)
+        room = self._room(seq)
+        if state is None or seq.pending > 1 or room < 1:
+            return ()
+        most = room if self.shape is None else min(self.shape.nodes, 64)
+        tree = self.shape is not None
+        return (Arm(drafter=self.name, lag=state.n_pending, most=min(most, 64), tree=tree),)
+
+    @torch.inference_mode()
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
+        growing: dict[int, _Growing] = {}
+        for seq, budget in zip(seqs, budgets, strict=True):
+            state = self._states.get(seq.id)
+            # After a preemption tokens behind the head's last feature may be pending.
+            if budget == 0 or state is None or seq.pending > 1 or self._room(seq) < 1:
+                continue
+            assert state.known == seq.computed, "a drafter missed a committed position"
+            growing[seq.id] = _Growing(seq, state, budget, context_of(seq), [seq.tokens[-1]], {})
+        if growing:
+            self._catch_up([(g.seq, g.state) for g in growing.values()])
+            for g in growing.values():
+                assert g.state.last_D is not None
+                g.hidden[0] = g.state.last_D
+        level, active = 0, list(growing.values())
+        while active:
+            self._expand(active)
+            level += 1
+            active = [g for g in active if g.frontier and level < self._depth(g)]
+            if active:
+                self._feed(active)
+        return [self._tree(seq, growing.get(seq.id)) for seq in seqs]
+
+    def _room(self, seq: Sequence) -> int:
+        """Tokens that may be drafted before the head's own context ends."""
+        return self.config.max_context - len(seq.tokens) + 1
+
+    def _depth(self, g: _Growing) -> int:
+        deepest = g.budget if self.shape is None else min(self.shape.depth, g.budget)
+        return min(deepest, self._room(g.seq))
+
+    def _catch_up(self, lagging: Seq[tuple[Sequence, _State]]) -> None:
+        """Feed all waiting features: one pass, of which the last row's output is kept."""
+        parts, taps, fed = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for seq, state in lagging:
+            n = state.n_pending
+            if n == 0:
+                continue
+            at = state.cache.rows
+            parts.append(Part(state.cache, at, n))
+            tokens += seq.tokens[at + 1 : at + n + 1]
+            positions += range(at, at + n)
+            taps += state.pending
+            fed.append(state)
+        if not parts:
+            return
+        g_ND = self._runner.fuse(taps[0] if len(taps) == 1 else torch.cat(taps))
+        hidden_WD = self._runner.run(parts, tokens, g_ND, positions)
+        for state, hidden_D in zip(fed, hidden_WD, strict=True):
+            state.cache.rows += state.n_pending
+            state.pending, state.n_pending, state.last_D = [], 0, hidden_D
+
+    def _expand(self, growing: Seq[_Growing]) -> None:
+        """Children of every frontier node, from the layer's outputs there."""
+        hidden = [g.hidden[u] for g in growing for u in g.frontier]
+        logits_NU = self._runner.logits(torch.stack(hidden))
+        rows = [Row(g.seq.params, g.context, g.paths[u]) for g in growing for u in g.frontier]
+        drawn = [g for g in growing if self._draws_for(g.seq)]
+        laws: dict[int, Law] = {}
+        if drawn:  # chains: one row each
+            at = [i for i, g in enumerate(growing) if self._draws_for(g.seq)]
+            found = build_laws(
+                self._vocabulary.spread(logits_NU[at]), [rows[i] for i in at], masked=True
+            )
+            laws = {g.seq.id: law for g, law in zip(drawn, found, strict=True)}
+        width = 1 if self.shape is None else self.shape.width
+        ranked = iter(self._vocabulary.ranked(logits_NU, rows, width))
+        for g in growing:
+            best = [next(ranked) for _ in g.frontier]
+            if g.seq.id in laws:
+                self._draw(g, laws[g.seq.id])
+                continue
+            added = []
+            for node, pairs in zip(g.frontier, best, strict=True):
+                added += [g.add(node, t, g.scores[node] + score) for t, score in pairs]
+            added.sort(key=lambda u: (-g.scores[u], u))
+            open_ends = [u for u in added if g.tokens[u] not in g.seq.end_ids]
+            g.frontier = sorted(open_ends[:width])
+
+    def _draws_for(self, seq: Sequence) -> bool:
+        return self._sampled and not seq.params.greedy
+
+    def _draw(self, g: _Growing, law: Law) -> None:
+        """One more token of a sampled chain."""
+        node, g.frontier = g.frontier[0], []
+        if not self._vocabulary.usable(law):
+            return
+        depth = len(g.tokens) - 1
+        if coupled(g.seq.params):
+            token = coupled_token(law, g.seq, depth)
+        else:
+            token = law.sample(KeyedDraws(g.seq.seed, len(g.seq.tokens)).draft(depth))
+            g.laws.append(law)
+        child = g.add(node, token, 0.0)
+        if g.tokens[child] not in g.seq.end_ids:
+            g.frontier = [child]
+
+    def _feed(self, growing: Seq[_Growing]) -> None:
+        """The rows of the new frontier: each sees the committed rows, its ancestors, itself."""
+        parts, tokens, positions, features = [], [], [], []
+        for g in growing:
+            base, used, n = g.state.cache.rows, len(g.slots), len(g.frontier)
+            mask = None
+            if n > 1 or used != len(g.paths[g.frontier[0]]) - 1:
+                mask = torch.zeros(n, base + used + n, dtype=torch.bool)
+                mask[:, :base] = True
+            for i, node in enumerate(g.frontier):
+                if mask is not None:
+                    mask[i, [base + s for s in g.above(node)]] = True
+                    mask[i, base + used + i] = True
+                tokens.append(g.tokens[node])
+                positions.append(base + len(g.paths[node]) - 1)
+                features.append(g.hidden[g.parents[node]])
+            if mask is not None:
+                mask = mask.to(features[0].device)
+            parts.append(Part(g.state.cache, base + used, n, n, mask))
+            for i, node in enumerate(g.frontier):
+                g.slots[node] = used + i
+        hidden = iter(self._runner.run(parts, tokens, torch.stack(features), positions))
+        for g in growing:
+            for node in g.frontier:
+                g.hidden[node] = next(hidden)
+
+    def _tree(self, seq: Sequence, g: _Growing | None) -> TokenTree:
+        if g is None or len(g.tokens) == 1:
+            return chain(seq.tokens[-1])
+        if self.shape is None:
+            return chain(seq.tokens[-1], g.tokens[1:], g.laws or None)
+        # A parent is never less probable than its child, and comes first among equals.
+        nodes = sorted(range(1, len(g.tokens)), key=lambda u: (-g.scores[u], u))
+        chosen = [0, *sorted(nodes[: min(self.shape.nodes, g.budget)])]
+        place = {u: i for i, u in enumerate(chosen)}
+        return TokenTree(
+            tuple(g.tokens[u] for u in chosen),
+            (-1, *(place[g.parents[u]] for u in chosen[1:])),
+        )
+
+    def observe(
+        self,
+        seqs: Seq[Sequence],
+        trees: Seq[TokenTree],
+        output: TargetOutput,
+        verdicts: Seq[Verdict | None],
+    ) -> None:
+        full = []
+        for seq, rows in zip(seqs, committed_rows(seqs, trees, output, verdicts), strict=True):
+            if not rows or seq.params.k == 0:  # k = 0: it never proposes
+                continue
+            state = self._states.get(seq.id)
+            if state is None:
+                state = self._states[seq.id] = _State(self._runner.new_cache())
+            assert state.known + len(rows) == seq.computed, "a drafter missed a position"
+            state.pending.append(_taken([output.taps[t] for t in self.taps], rows))
+            state.n_pending += len(rows)
+            if state.n_pending > MAX_PENDING:
+                full.append((seq, state))
+        if full:
+            with torch.inference_mode():
+                self._catch_up(full)
+
+    def forget(self, seq_id: int) -> None:
+        self._states.pop(seq_id, None)
+
+    def usage(self) -> DrafterUsage:
+        rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
+        cached = sum(s.cache.nbytes for s in self._states.values())
+        return DrafterUsage(blocks_used=sum(rows), bytes_total=self._weight_bytes + cached)
+
+
+def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> torch.Tensor:
+    """[n, taps * D]: a copy of the rows, the taps side by side."""
+    if isinstance(rows, range):
+        picked = [t[rows.start : rows.stop] for t in taps]
+    else:
+        picked = [t[rows] for t in taps]
+    if len(picked) > 1:
+        return torch.cat(picked, -1)
+    return picked[0].clone() if isinstance(rows, range) else picked[0]

@@ -1,0 +1,158 @@
+"""What drafters with a trained head share: target states by sequence, and ranked tokens.
+
+Legend: N rows, D hidden, U draft vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from paceline.core.law import Law, PointLaw
+from paceline.core.rules import Verdict
+from paceline.core.tree import TokenTree
+from paceline.models.base import TargetOutput
+from paceline.sampling.context import Row
+from paceline.sampling.law import BrokenLaw, EmptyLaw, build_laws
+from paceline.types import SamplingParams, Sequence
+
+log = logging.getLogger(__name__)
+
+#: Temperatures below this rank as this one: a head's logits divided by less would overflow.
+_COLDEST = 0.05
+#: A token and its log-probability under the head.
+Ranked = tuple[int, float]
+
+
+def committed_rows(
+    seqs: Seq[Sequence],
+    trees: Seq[TokenTree],
+    output: TargetOutput,
+    verdicts: Seq[Verdict | None],
+) -> list[range | list[int]]:
+    """For each sequence, the packed rows of the pass whose tokens are committed now, in order
+    of position: its pending tokens, then the accepted nodes. They are the last of the
+    positions [0, seq.computed). Empty for a sequence that ended.
+
+        pass   [pending ... root][node 1 ... node n]
+        rows    all of these     those on the path
+    """
+    starts = output.starts_B1.tolist()
+    assert len(starts) == len(seqs) + 1, "the target does not say where its rows begin"
+    found: list[range | list[int]] = []
+    for b, (seq, tree, verdict) in enumerate(zip(seqs, trees, verdicts, strict=True)):
+        if seq.done:
+            found.append(range(0))
+            continue
+        root = starts[b + 1] - len(tree)
+        pending = range(starts[b], root + 1)
+        path = verdict.path if verdict is not None else ()
+        found.append([*pending, *(root + u for u in path)] if path else pending)
+    return found
+
+
+class HeadVocabulary:
+    """A head's tokens among the target's, and the best of them under a request's rules."""
+
+    def __init__(self, target_ids_U: torch.Tensor, vocab_size: int) -> None:
+        self._ids_U = target_ids_U.cpu()
+        self._ids: list[int] = self._ids_U.tolist()
+        self._size = vocab_size
+        self._warned = False
+
+    def token(self, index: int) -> int:
+        """The target's id of the head's token."""
+        return self._ids[index]
+
+    def spread(self, logits_NU: torch.Tensor) -> torch.Tensor:
+        """[N, V] on the CPU: -inf for tokens that the head does not have."""
+        logits_NV = torch.full((logits_NU.shape[0], self._size), -torch.inf)
+        logits_NV[:, self._ids_U] = logits_NU.float().cpu()
+        return logits_NV
+
+    def ranked(self, logits_NU: torch.Tensor, rows: Seq[Row], count: int) -> list[list[Ranked]]:
+        """For each row its `count` best tokens, the best first, with log-probabilities at the
+        request's temperature (1 where greedy). Tokens that the request bans, or that its
+        grammar does not allow next, are left out; fewer, or none, where no others are left or
+        the head's logits are unusable."""
+        out: list[list[Ranked]] = [[] for _ in rows]
+        plain = [i for i, row in enumerate(rows) if not row.params.adjusts]
+        if plain:
+            part = logits_NU if len(plain) == len(rows) else logits_NU[plain]
+            best_of = self._plain(part, [rows[i] for i in plain], count)
+            for i, best in zip(plain, best_of, strict=True):
+                out[i] = best
+        others = [i for i, row in enumerate(rows) if row.params.adjusts]
+        if others:
+            asked = [replace(rows[i], params=_ranking(rows[i].params)) for i in others]
+            laws = build_laws(self.spread(logits_NU[others]), asked, masked=True)
+            for i, law in zip(others, laws, strict=True):
+                out[i] = _best(law, count) if self.usable(law) else []
+        return out
+
+    def _plain(self, logits_NU: torch.Tensor, rows: Seq[Row], count: int) -> list[list[Ranked]]:
+        if count == 1:  # numpy's argmax takes a tenth of the time of torch's
+            host = logits_NU.cpu().numpy()
+            found = []
+            for logits_U in host:
+                index = int(logits_U.argmax())
+                good = self._healthy(float(logits_U[index]))
+                found.append([(self._ids[index], 0.0)] if good else [])
+            return found
+        heat = [_heat(row.params) for row in rows]
+        if any(h != 1.0 for h in heat):
+            logits_NU = logits_NU / torch.tensor(heat, device=logits_NU.device).unsqueeze(-1)
+        top = logits_NU.topk(min(count, logits_NU.shape[-1]))
+        scores = top.values - logits_NU.logsumexp(-1, keepdim=True)
+        return [
+            [(self._ids[u], s) for u, s in zip(ids, values, strict=True)]
+            if self._healthy(values[0])
+            else []
+            for ids, values in zip(top.indices.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def usable(self, law: Law) -> bool:
+        """Whether a law can be drawn from; says once that a head gave bad logits."""
+        if isinstance(law, BrokenLaw):
+            return self._healthy(math.nan)
+        return not isinstance(law, EmptyLaw)
+
+    def _healthy(self, value: float) -> bool:
+        good = math.isfinite(value)
+        if not good and not self._warned:
+            self._warned = True
+            log.warning("the drafting head gave NaN or infinite logits; such drafts end there")
+        return good
+
+
+def _heat(params: SamplingParams) -> float:
+    return 1.0 if params.greedy else max(params.temperature, _COLDEST)
+
+
+@lru_cache(maxsize=256)
+def _ranking(params: SamplingParams) -> SamplingParams:
+    """Parameters whose law ranks tokens: the request's own, without the filters that would
+    leave too few."""
+    return replace(
+        params,
+        temperature=_heat(params),
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        typical_p=1.0,
+        rule=None,
+    )
+
+
+def _best(law: Law, count: int) -> list[Ranked]:
+    if isinstance(law, PointLaw):
+        return [(law.token, 0.0)]
+    probs_V = law.dense()
+    top = probs_V.topk(min(count, probs_V.shape[0]))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [(token, math.log(p)) for token, p in pairs if p > 0.0]
