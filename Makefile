@@ -23,7 +23,7 @@ contracts: $(VENV)/.ready-dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow

@@ -1,0 +1,271 @@
+"""Fast losses against the readable float64 ones: values and gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from paceline.errors import UserError
+from paceline.models.base import FINAL
+from paceline.models.heads import EagleConfig, EagleHead, MedusaConfig, MedusaHeads
+from paceline.train import losses, reference
+from paceline.train.attention import attend, attend_plain
+from paceline.train.data import Pack, tap_name
+from paceline.train.losses import Laws, head_loss, laws_from_features
+from paceline.train.objectives import Eagle1, Eagle3, LossConfig, Medusa1, Objective
+from paceline.train.target import Tables
+
+D, V, U, TAPS = 16, 40, 25, (1, 3, 5)
+LENGTHS = (9, 1, 14, 3)
+IDS = torch.randperm(V, generator=torch.Generator().manual_seed(5))[:U].sort().values
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+@pytest.fixture
+def tables() -> Tables:
+    return Tables(
+        embedding_VD=random(V, D, seed=1),
+        head_VD=random(V, D, seed=2),
+        norm_D=torch.ones(D, dtype=torch.float64),
+        layer={},
+    )
+
+
+@pytest.fixture
+def pack(tables: Tables) -> Pack:
+    n = sum(LENGTHS)
+    starts = (0, *itertools.accumulate(LENGTHS))
+    g = torch.Generator().manual_seed(3)
+    final = random(n, D, seed=4)
+    logits = final @ tables.head_VD.T
+    law = torch.rand(n, generator=g) < 0.8
+    return Pack(
+        starts_B1=starts,
+        tokens_N=torch.randint(0, V, (n,), generator=g),
+        next_N=torch.randint(0, V, (n,), generator=g),
+        law_N=law,
+        top_N=logits.argmax(-1),
+        logz_N=logits.logsumexp(-1),
+        taps={"final": final, **{tap_name(t): random(n, D, seed=10 + t) for t in TAPS}},
+    )
+
+
+def head(kind: str) -> EagleHead:
+    config = EagleConfig(
+        kind=kind,  # type: ignore[arg-type]
+        hidden=D,
+        intermediate=24,
+        n_heads=4,
+        n_kv_heads=2,
+        head_size=6,
+        vocab_size=V,
+        draft_vocab_size=U,
+        taps=TAPS if kind == "eagle3" else (FINAL,),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return EagleHead(config, IDS).double()
+
+
+def by_sequence(pack: Pack, tables: Tables):
+    """Each sequence's rows, exact laws on the draft vocabulary, and which may be judged."""
+    p_NV = (pack.taps["final"] @ tables.head_VD.T).softmax(-1)
+    drafted = torch.isin(pack.top_N, IDS)
+    for first, last in itertools.pairwise(pack.starts_B1):
+        rows = slice(first, last)
+        yield rows, p_NV[rows][:, IDS], (pack.law_N & drafted)[rows]
+
+
+def check(objective: Objective, pack: Pack, expected: torch.Tensor, step: int = 0) -> None:
+    module = objective.module
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    want = torch.autograd.grad(expected, parameters, allow_unused=True)
+    outcome = objective(pack, step)
+    torch.testing.assert_close(outcome.loss.detach(), expected.detach(), rtol=1e-6, atol=1e-9)
+    got = torch.autograd.grad(outcome.loss, parameters, allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(
+            zero if a is None else a, zero if b is None else b, rtol=1e-5, atol=1e-8
+        )
+
+
+def pooled(per_sequence: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """A mean over all judged rows from means per sequence."""
+    total = sum(n for _, n in per_sequence)
+    return sum((m * n for m, n in per_sequence), torch.zeros(())) / total
+
+
+@pytest.mark.parametrize("kind", ["ce", "overlap"])
+def test_eagle3_equals_the_reference(kind: losses.Kind, pack: Pack, tables: Tables) -> None:
+    module, steps, decay = head("eagle3"), 4, 0.8
+    config = LossConfig(kind=kind, warmup=0, decay=decay, dtype=torch.float64)
+    parts: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(steps)]
+    for rows, p_TU, usable_T in by_sequence(pack, tables):
+        taps = torch.cat([pack.taps[tap_name(t)][rows] for t in TAPS], -1)
+        embedding = tables.embedding_VD[pack.next_N[rows]]
+        # the reference's weights single out one step at a time
+        for i in range(steps):
+            n = int(usable_T[1 + i :].sum())
+            if n:
+                upto = reference.eagle3_loss(
+                    module, taps, embedding, p_TU, usable_T, steps=i + 1, decay=1.0, kind=kind
+                )
+                before = 0.0 if i == 0 else reference.eagle3_loss(
+                    module, taps, embedding, p_TU, usable_T, steps=i, decay=1.0, kind=kind
+                )  # fmt: skip
+                parts[i].append((upto - before, n))
+    expected = sum((decay**i * pooled(p) for i, p in enumerate(parts)), torch.zeros(()))
+    check(Eagle3(module, tables, config, steps=steps), pack, expected)
+
+
+def test_overlap_begins_behind_its_warm_up(pack: Pack, tables: Tables) -> None:
+    module = head("eagle3")
+    late = LossConfig(kind="overlap", warmup=10, dtype=torch.float64)
+
+    def value(config: LossConfig, step: int) -> float:
+        return float(Eagle3(module, tables, config, steps=2)(pack, step).loss.detach())
+
+    at = {s: value(late, s) for s in (9, 10)}
+    for step, kind in ((9, "ce"), (10, "overlap")):
+        plain = LossConfig(kind=kind, warmup=0, dtype=torch.float64)  # type: ignore[arg-type]
+        assert at[step] == value(plain, 0)
+    assert at[9] != at[10]
+
+
+def test_eagle1_equals_the_reference(pack: Pack, tables: Tables) -> None:
+    module = head("eagle1")
+    module.borrow_head(tables.head_VD[IDS])
+    config = LossConfig(dtype=torch.float64)
+    objective = Eagle1(module, tables, config, noise=0.3, seed=11)
+    noise = objective._noise_for(pack, 0, pack.taps["final"])
+    assert not torch.equal(noise, objective._noise_for(pack, 1, pack.taps["final"]))
+    assert float(noise[: LENGTHS[0]].abs().max()) <= 0.5 * 0.3 * 512 / LENGTHS[0]
+    parts = []
+    for rows, p_TU, usable_T in by_sequence(pack, tables):
+        n = int(usable_T[1:].sum())
+        if n:
+            one = reference.eagle1_loss(
+                module,
+                pack.taps["final"][rows],
+                tables.embedding_VD[pack.next_N[rows]],
+                p_TU,
+                usable_T,
+                ce_weight=0.1,
+                noise_TD=noise[rows],
+            )
+            parts.append((one, n))
+    check(objective, pack, pooled(parts))
+    assert module.lm_head.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["ce", "overlap"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_medusa_equals_the_reference(
+    kind: losses.Kind, shared: bool, pack: Pack, tables: Tables
+) -> None:
+    config = MedusaConfig(
+        num_heads=3, hidden=D, vocab_size=V, draft_vocab_size=U, shared_head=shared
+    )
+    heads = MedusaHeads(config, IDS).double()
+    heads.borrow_head(tables.head_VD[IDS])
+    with torch.no_grad():
+        for p in heads.blocks.parameters():
+            p.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+    expected = torch.zeros(())
+    for i in range(3):
+        parts = []
+        for rows, p_TU, usable_T in by_sequence(pack, tables):
+            n = int(usable_T[1 + i :].sum())
+            if n:
+                logits = heads.logits(pack.taps["final"][rows], i)
+                judged = [t for t in range(len(p_TU) - 1 - i) if usable_T[t + 1 + i]]
+                loss = [reference.law_loss(logits[t], p_TU[t + 1 + i], kind) for t in judged]
+                parts.append((torch.stack(loss).mean(), n))
+        expected = expected + 0.8**i * pooled(parts)
+    loss_config = LossConfig(kind=kind, warmup=0, dtype=torch.float64)
+    check(Medusa1(heads, tables, loss_config), pack, expected)
+    # and the reference's own sum over heads, on one sequence
+    rows, p_TU, usable_T = next(by_sequence(pack, tables))
+    one = Pack(
+        starts_B1=(0, LENGTHS[0]),
+        **{
+            name: getattr(pack, name)[rows]
+            for name in ("tokens_N", "next_N", "law_N", "top_N", "logz_N")
+        },
+        taps={name: t[rows] for name, t in pack.taps.items()},
+    )
+    whole = reference.medusa_loss(
+        heads, pack.taps["final"][rows], p_TU, usable_T, decay=0.8, kind=kind
+    )
+    check(Medusa1(heads, tables, loss_config), one, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n_later", [0, 1, 3])
+def test_joined_attention_equals_the_plain_one(dtype: torch.dtype, n_later: int) -> None:
+    starts = (0, 5, 6, 20, 37)
+    tensors = [
+        random(37, 6 if i == 0 else 2, 8, seed=i).to(dtype).requires_grad_()
+        for i in range(3 + 2 * n_later)
+    ]
+    later = list(zip(tensors[3::2], tensors[4::2], strict=True))
+    weight = random(37, 48, seed=99).to(dtype)
+    found = []
+    for function in (attend, attend_plain):
+        out = function(tensors[0], (tensors[1], tensors[2]), later, starts)
+        found.append((out, torch.autograd.grad((out * weight).sum(), tensors)))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["ce", "overlap"])
+def test_gradient_of_the_fused_loss_by_differences(
+    kind: losses.Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "CHUNK", 4)  # several chunks, the last one short
+    n, rows = 7, torch.tensor([2, 0, 1, 1, 3, 2, 0])
+    p = random(4, U, seed=3).softmax(-1) * torch.tensor([[1.0], [0.9], [0.5], [0.99]])
+    laws = Laws(p_RU=p, mass_R=p.sum(-1), top_R=p.argmax(-1), usable_R=torch.ones(4).bool())
+    x = random(n, D, seed=1).requires_grad_()
+    weight = (random(U, D, seed=2) * 0.3).requires_grad_()
+
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return head_loss(x, weight, laws, rows, kind, dtype=torch.float64).loss
+
+    assert torch.autograd.gradcheck(loss, (x, weight))
+    found = head_loss(x, weight, laws, rows, kind, dtype=torch.float64)
+    q = (x @ weight.T).softmax(-1)
+    shared = torch.minimum(p[rows], q.detach()).sum()
+    assert float(found.overlap) == pytest.approx(float(shared))
+    assert int(found.agreed) == int((q.argmax(-1) == laws.top_R[rows]).sum())
+
+
+def test_a_head_that_is_the_target_overlaps_wholly(tables: Tables, pack: Pack) -> None:
+    index = torch.full((V,), -1)
+    index[IDS] = torch.arange(U)
+    final, head_UD = pack.taps["final"], tables.head_VD[IDS]
+    laws = laws_from_features(final, head_UD, pack.logz_N, pack.top_N, index, dtype=torch.float64)
+    p_NV = (final @ tables.head_VD.T).softmax(-1)
+    torch.testing.assert_close(laws.p_RU, p_NV[:, IDS])
+    assert torch.equal(laws.usable_R, torch.isin(pack.top_N, IDS))
+    rows = laws.usable_R.nonzero().squeeze(1)
+    found = head_loss(final[rows], head_UD, laws, rows, "overlap", dtype=torch.float64)
+    # q is p renormalised, so min(p, q) is p and the overlap its mass
+    assert float(found.overlap) == pytest.approx(float(laws.mass_R.double()[rows].sum()), rel=1e-6)
+    assert int(found.agreed) == len(rows)
+
+
+def test_settings_are_checked(tables: Tables) -> None:
+    with pytest.raises(UserError, match="steps = 0"):
+        Eagle3(head("eagle3"), tables, LossConfig(), steps=0)
+    with pytest.raises(UserError, match="unknown loss"):
+        LossConfig(kind="mse")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="decay"):
+        LossConfig(decay=0.0)
