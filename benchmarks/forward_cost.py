@@ -2,6 +2,12 @@
 
     python benchmarks/forward_cost.py qwen2.5-coder-1.5b=FILE.gguf smollm2-135m=FILE.gguf
 
+Two ways to time a pass. *From memory*: a buffer larger than the last cache is read before each
+one, so that the weights come from memory, as they do on most machines; T(k) / T(1) and the share
+of the bandwidth are of these. *Steady*: one pass after another, as decoding has them, both
+engines alike; a small model may then live in the cache, which makes T(1) faster and T(k) / T(1)
+larger (`steady_...` in the JSON).
+
 Prediction: a pass over few rows costs the time to read the weights once, T(1) = bytes /
 bandwidth; arithmetic takes over where rows * 2 * weights / (int8 rate) exceeds that, near
 eight rows. llama.cpp's pass grows almost linearly with rows. Both run in turn, in one run,
@@ -16,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +35,7 @@ from paceline.models.native_weights import anonymous_memory
 
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXT, PREFILL, LONG, BLOCK = 128, 512, 8192, 64
+STEADY = 0.04  # seconds that passes run before they count, and then at least do
 
 
 class Ours:
@@ -61,11 +69,29 @@ class Ours:
         return time.perf_counter() - begin
 
 
-def read_bandwidth(threads: int, size: int = 1 << 30) -> float:
-    """Bytes per second of one pass of all threads over memory that no cache holds."""
-    data = np.frombuffer(anonymous_memory(size), np.uint8)
-    data[:] = 1
-    return max(size / _native.read_seconds(data, threads, "") for _ in range(8))
+def steady(run: Callable[[], float]) -> list[float]:
+    """Seconds of passes one after another, as decoding has them: what a pause leaves behind
+    (sleeping threads, cold caches, a low clock) is over before they count."""
+    warm = 0.0
+    while warm < STEADY:
+        warm += run()
+    times = [run(), run()]
+    while sum(times) < STEADY:
+        times.append(run())
+    return times
+
+
+class Flush:
+    """Reads more than any cache holds, with all threads."""
+
+    def __init__(self, threads: int, size: int = 1 << 29) -> None:
+        self._data = np.frombuffer(anonymous_memory(size), np.uint8)
+        self._data[:] = 1
+        self._threads = threads
+
+    def run(self) -> float:
+        """Bytes per second."""
+        return len(self._data) / float(_native.read_seconds(self._data, self._threads, ""))
 
 
 def memory_and_start(path: Path) -> tuple[float, float]:
@@ -94,26 +120,33 @@ def measure(name: str, path: Path, args: argparse.Namespace, peer_python: str) -
     peer = LlamaCpp(peer_python, path, threads=threads)
     mine: dict[int, list[float]] = {k: [] for k in ROWS}
     theirs: dict[int, list[float]] = {k: [] for k in ROWS}
+    cold: dict[int, list[float]] = {k: [] for k in ROWS}
+    flush, speeds = Flush(threads), []
     for repeat in range(args.repeats + 1):
         for k in ROWS:
-            # Decoding is one pass after another: the first of three warms caches and threads.
             # The pause lets the other engine's threads go to sleep.
             time.sleep(0.02)
-            a = [ours.seconds(k, CONTEXT) for _ in range(3)][1:]
+            a = steady(lambda k=k: ours.seconds(k, CONTEXT))
             time.sleep(0.02)
-            b = [peer.ask("step", rows=k, context=CONTEXT) for _ in range(3)][1:]
+            b = steady(lambda k=k: peer.ask("step", rows=k, context=CONTEXT))
+            c = []
+            for _ in range(3):
+                speeds.append(flush.run())
+                c.append(ours.seconds(k, CONTEXT))
             if repeat:
                 mine[k] += a
                 theirs[k] += b
+                cold[k] += c
     prefill = [
         (ours.seconds(PREFILL, 0, last_only=True), peer.ask("prefill", tokens=PREFILL))
         for _ in range(3)
     ]
     peer.close()
-    bandwidth = read_bandwidth(threads)
-    t = {k: statistics.median(v) for k, v in mine.items()}
-    p = {k: statistics.median(v) for k, v in theirs.items()}
-    fraction = model.bytes_per_pass / t[1] / bandwidth
+    bandwidth = statistics.median(speeds)
+    t, p, m = (
+        {k: statistics.median(v) for k, v in times.items()} for times in (mine, theirs, cold)
+    )
+    fraction = model.bytes_per_pass / m[1] / bandwidth
     my_prefill, peer_prefill = (statistics.median(x) for x in zip(*prefill, strict=True))
     used, start = memory_and_start(path)
 
@@ -123,10 +156,11 @@ def measure(name: str, path: Path, args: argparse.Namespace, peer_python: str) -
         f"  read bandwidth {bandwidth / 1e9:.1f} GB/s, "
         f"weights per pass {model.bytes_per_pass / 1e6:.0f} MB"
     )
-    say("  rows   ours ms  T(k)/T(1)   llama.cpp ms  T(k)/T(1)")
+    say("         from memory           steady           llama.cpp, steady")
+    say("  rows      ms  T(k)/T(1)      ms  T(k)/T(1)      ms  T(k)/T(1)")
     for k in ROWS:
-        a, b = f"{1e3 * t[k]:9.2f} {t[k] / t[1]:10.2f}", f"{1e3 * p[k]:14.2f} {p[k] / p[1]:10.2f}"
-        say(f"  {k:4d} {a} {b}")
+        columns = (f"{1e3 * x[k]:7.2f} {x[k] / x[1]:10.2f}" for x in (m, t, p))
+        say(f"  {k:4d} {' '.join(columns)}")
     say(f"  prefill of {PREFILL}: {my_prefill:.2f} s, llama.cpp {peer_prefill:.2f} s")
     say(f"  resident / file {used / path.stat().st_size:.2f}, second start {start:.2f} s")
     if model.info.max_context > LONG and not args.skip_long:
@@ -142,10 +176,10 @@ def measure(name: str, path: Path, args: argparse.Namespace, peer_python: str) -
         )
     return {
         "t1_vs_llamacpp": t[1] / p[1],
-        "t4_over_t1": t[4] / t[1],
-        "t8_over_t1": t[8] / t[1],
-        "t16_over_t1": t[16] / t[1],
+        **{f"t{k}_over_t1": m[k] / m[1] for k in (4, 8, 16)},
+        **{f"steady_t{k}_over_t1": t[k] / t[1] for k in (4, 8, 16)},
         "bandwidth_fraction": fraction,
+        "steady_bandwidth_fraction": model.bytes_per_pass / t[1] / bandwidth,
         "prefill_vs_llamacpp": peer_prefill / my_prefill,
     }
 
@@ -160,7 +194,7 @@ def measure_draft(path: Path, args: argparse.Namespace) -> None:
             {"quantize": "q4", "head_ids": np.arange(32768), "compact_logits": True},
         ),
     ):
-        model = NativeModel.from_gguf(path, threads=args.threads or None, **options)  # type: ignore[arg-type]
+        model = NativeModel.from_gguf(path, threads=args.threads or None, **options)
         ours = Ours(model, CONTEXT + 64)
         t = statistics.median([ours.seconds(1, CONTEXT) for _ in range(2 * args.repeats + 1)][1:])
         print(

@@ -12,6 +12,44 @@
 
 namespace paceline {
 
+namespace {
+
+// The first tiles that a thread will read in a phase to come, on their way to the second-level
+// cache while it waits for the others: a stream of weights takes a while to get going.
+void fetch_ahead(const Linear& w, int tile) {
+  constexpr std::ptrdiff_t AHEAD = 12288;
+  if (tile >= n_tiles(w.n_out)) return;
+  const std::uint8_t* at = w.data + size(tile) * w.tile_bytes;
+  const std::ptrdiff_t left = static_cast<std::ptrdiff_t>(size(n_tiles(w.n_out) - tile) * w.tile_bytes);
+  for (std::ptrdiff_t i = 0; i < std::min(AHEAD, left); i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+}  // namespace
+
+void Model::fetch_ahead_of(int thread, int layer, int phase) const {
+  if (layer == static_cast<int>(layers.size())) {
+    fetch_ahead(head, work_->shares.back().first(thread));
+    return;
+  }
+  const Layer& l = layers[size(layer)];
+  const int first = work_->shares[size(PHASES * layer + phase)].first(thread);
+  const int E = config.head_size, H = config.heads, K = config.kv_heads;
+  switch (phase) {
+    case QKV:
+      if (first < H) fetch_ahead(l.q, first * E / TILE);
+      else if (first < H + K) fetch_ahead(l.k, (first - H) * E / TILE);
+      else fetch_ahead(l.v, (first - H - K) * E / TILE);
+      break;
+    case PROJECT: fetch_ahead(l.o, first); break;
+    case GATE_UP:
+      fetch_ahead(l.gate, first * GROUP / TILE);
+      fetch_ahead(l.up, first * GROUP / TILE);
+      break;
+    case DOWN: fetch_ahead(l.down, first); break;
+    default: break;
+  }
+}
+
 // Token embeddings and rotary angles; rows are dealt out to the threads.
 void Model::embed(Chunk& c, int thread) {
   Workspace& w = *work_;
@@ -227,6 +265,7 @@ void Model::mlp(Chunk& c, int thread, int layer, const Act& a) {
     for (int unit = begin; unit < end; unit += at_once) {
       const int last = std::min(unit + at_once, end);
       const int i0 = unit * GROUP, i1 = std::min(last * GROUP, config.intermediate);
+      if (unit > begin) fetch_ahead(l.up, i0 / TILE);
       kernels->linear(l.gate, a, i0 / TILE, i1 / TILE, gate, width, false);
       kernels->linear(l.up, a, i0 / TILE, i1 / TILE, up, width, false);
       for (int r = 0; r < c.rows; ++r) {

@@ -183,18 +183,22 @@ void Model::run_chunk(Chunk& c, int thread) {
       c.keys = pass.kv + 2 * static_cast<std::ptrdiff_t>(l) * plane;
       c.values = c.keys + plane;
       attention_inputs(c, thread, layer);
+      fetch_ahead_of(thread, layer, PROJECT);
       pool.barrier();
       attention(c, thread, layer);
       pool.barrier();
       const Act& a = prepare(c, thread, ATTENDED, nullptr);
       project(c, thread, layers[l].o, a, phases + PROJECT);
+      fetch_ahead_of(thread, layer, GATE_UP);
       pool.barrier();
     }
     if (pass.run_mlp == nullptr || pass.run_mlp[l] != 0) {
       const Act& a = prepare(c, thread, LAYER_INPUT, layers[l].mlp_norm);
       mlp(c, thread, layer, a);
+      fetch_ahead_of(thread, layer, DOWN);
       pool.barrier();
       project(c, thread, layers[l].down, w.middle.act(), phases + DOWN);
+      fetch_ahead_of(thread, layer + 1, QKV);
       pool.barrier();
     }
   }

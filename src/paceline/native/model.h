@@ -107,6 +107,7 @@ class Model {
   void project(Chunk& c, int thread, const Linear& w, const Act& a, int share);
   void mlp(Chunk& c, int thread, int layer, const Act& a);
   void output(Chunk& c, int thread);
+  void fetch_ahead_of(int thread, int layer, int phase) const;
 
   std::mutex mutex_;
   std::unique_ptr<Workspace> work_;

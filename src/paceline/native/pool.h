@@ -49,6 +49,7 @@ class Shares {
   void reset(int n, int n_threads);
   // Next chunk [begin, end) for `thread`; false when nothing is left.
   bool next(int thread, int& begin, int& end);
+  int first(int thread) const { return lanes_[thread].at.load(std::memory_order_relaxed); }
 
  private:
   struct alignas(64) Lane {
