@@ -16,6 +16,7 @@ that a round is exact for whatever budget it got (docs/guarantees.md, "Budgets")
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -47,6 +48,11 @@ CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
 #: What a round keeps of the older rounds' speed-up.
 RATE_KEEP = 0.97
+#: Share of a plain step's time that weighing the choices may take where nothing comes of it,
+#: and the rounds that it rests for at most. A rest ends where a drafter sees more than before.
+THINKING, LONGEST_REST = 0.004, 64
+#: Plain steps that are all measured; of later ones in a row, every so many.
+MEASURED, SAMPLED = 32, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +139,14 @@ class AdaptivePolicy:
         self._probes: dict[str, Probe] = {}
         self._probing: tuple[int, str] | None = None
         self._plan: _Plan | None = None
+        self._settled: _Plan | None = None
         self._thinking = 0.0
+        self._deciding = 0.0
+        self._rest = 0
+        self._refused: list[str] = []
+        self._sights: dict[tuple[int, str], int] = {}
         self._since_plain = 0
+        self._in_a_row = 0
         self._plain_rounds = 0
         self._rounds: Counter[str] = Counter()
         self._histogram: Counter[int] = Counter()
@@ -161,8 +173,8 @@ class AdaptivePolicy:
         return choice.arm.drafter if choice and choice.free and choice.arm else None
 
     def _decide(self, seqs: Seq[Sequence]) -> _Plan:
-        choices = {s.id: self._given(s) for s in seqs}
-        base = self._as_plan(seqs, choices)
+        base = self._plain(seqs)
+        choices = base.choices
         free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
         for s in free:
             self._lengths.note(s.id, s.n_output)
@@ -174,10 +186,53 @@ class AdaptivePolicy:
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
         if self._since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
             return base
-        self._scale_ledger(base.seconds)
         arms = {s.id: self._arms(s) for s in free}
+        if not any(arms.values()) or self._resting(arms):
+            return base
+        start = self._clock()
+        base = self._as_plan(seqs, choices)
+        self._scale_ledger(base.seconds)
         chosen = self._best(seqs, free, arms, base)
-        return self._with_probe(seqs, free, arms, base, chosen)
+        plan = self._with_probe(seqs, free, arms, base, chosen)
+        self._set_rest(plan, arms, base.seconds, self._clock() - start)
+        return plan
+
+    def _plain(self, seqs: Seq[Sequence]) -> _Plan:
+        """What the requests themselves settle, nothing drafted beyond; not priced."""
+        ids = [s.id for s in seqs]
+        known = self._settled
+        if known is not None and list(known.choices) == ids:
+            return known
+        choices = {s.id: self._given(s) for s in seqs}
+        plan = _Plan(choices, self._work(seqs, choices), 0.0, 0.0)
+        # What a request's own k asks for changes from round to round.
+        self._settled = plan if all(c.free for c in choices.values()) else None
+        return plan
+
+    # Weighing the choices takes a part of a millisecond. Where plain decoding came of it, the
+    # next rounds are plain without it, unless somebody sees more or is due for a probe.
+
+    def _resting(self, arms: dict[int, list[Arm]]) -> bool:
+        if self._rest == 0:
+            return False
+        for name in self._refused:
+            self._probe(name).refused()
+        seen = self._sights
+        new = any(a.bucket > seen.get((i, a.drafter), -1) for i, many in arms.items() for a in many)
+        if new or any(self._probe(name).due for name in self._refused):
+            self._rest = 0
+            return False
+        self._rest -= 1
+        return True
+
+    def _set_rest(self, plan: _Plan, arms: dict[int, list[Arm]], plain: float, took: float) -> None:
+        self._deciding += 0.1 * (took - self._deciding) if self._deciding else took
+        if plan.work.extra:
+            self._rest = 0
+            return
+        self._rest = min(LONGEST_REST, math.ceil(self._deciding / (THINKING * plain)))
+        self._sights = {(i, a.drafter): a.bucket for i, many in arms.items() for a in many}
+        self._refused = [n for n in {d for _, d in self._sights} if not self._on_trial(n)]
 
     def _given(self, seq: Sequence) -> _Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
@@ -193,8 +248,10 @@ class AdaptivePolicy:
         """What may be drafted for a sequence, within its limits."""
         left = seq.params.max_tokens - seq.n_output - 1
         most = min(self.config.most, left)
-        found = [replace(a, most=min(a.most, most)) for a in arms_of(self._drafter, seq)]
-        return [a for a in found if a.most > 0]
+        if most <= 0:
+            return []
+        found = arms_of(self._drafter, seq)
+        return [a if a.most <= most else replace(a, most=most) for a in found if a.most > 0]
 
     def _work(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> Work:
         chosen = [choices[s.id] for s in seqs]
@@ -228,9 +285,14 @@ class AdaptivePolicy:
         if not picked:
             return base
         plans = []
-        for cap in _caps(max(len(g) for g in gains.values())):
-            budgets = _spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
-            plans.append(self._price(seqs, picked, budgets, gains, base, price))
+        if len(picked) == 1:
+            ((i, arm),) = picked.items()
+            k = self._length(arm, gains[i], by_rows, price, work)
+            plans.append(self._price(seqs, picked, {i: k}, gains, base, price))
+        else:
+            for cap in _caps(max(len(g) for g in gains.values())):
+                budgets = _spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
+                plans.append(self._price(seqs, picked, budgets, gains, base, price))
         floor = -price * base.seconds
         for plan in sorted(plans, key=lambda p: -p.value):
             if plan.value <= floor:
@@ -268,6 +330,20 @@ class AdaptivePolicy:
                 if promise > best:
                     best, picked[s.id], gains[s.id] = promise, arm, found
         return picked, gains
+
+    def _length(
+        self, arm: Arm, gains: list[float], by_rows: list[float], price: float, work: Work
+    ) -> int:
+        """The number of nodes with the most value, where one sequence alone may draft."""
+        context = sum(work.contexts) // len(work.contexts)
+        total, best, best_k = 0.0, -float("inf"), 1
+        for k, gain in enumerate(gains, start=1):
+            total += gain
+            drafting = self.costs.alone(arm.drafter, k, context)
+            value = total - price * (drafting + by_rows[k])
+            if value > best:
+                best, best_k = value, k
+        return best_k
 
     def _investment(self, seq: Sequence, arm: Arm) -> float:
         """Seconds a round of what catching up takes, over the rounds that it will serve."""
@@ -366,6 +442,18 @@ class AdaptivePolicy:
         if done.reads or not parts:
             self.ledger.record(done.seconds, done.seconds)
             return
+        if any(p.drafted for p in parts):
+            self._in_a_row = 0
+        else:
+            # Of plain steps in a row the later ones tell little: measuring costs time, too.
+            self._in_a_row += 1
+            if self._in_a_row > MEASURED and self._in_a_row % SAMPLED:
+                self._since_plain = 0
+                self._plain_rounds += 1
+                self._histogram[0] += len(parts)
+                wasted = self._thinking + done.t_draft
+                self.ledger.record(done.seconds, done.seconds - wasted)
+                return
         self._count(parts, plan)
         work = self._done(parts, plan)
         t_pass = max(done.t_target + done.t_other - self._thinking, 1e-9)
