@@ -114,10 +114,11 @@ def fit_draft(runs: Seq[Run], target: TargetCost, host: Mapping[str, HostCost]) 
             for s in sampled
         ]
         cost = replace(cost, sampling=max(_significant(more), 0.0))
-    # What a round costs more than its parts: passes after drafting find colder caches.
+    # What a round costs more than its parts: passes after drafting find colder caches. Of
+    # single short sequences, where nothing else that the target's cost gets wrong adds to it.
     rest = [
         s.t_p - target(s.rows, s.contexts)
-        for r in greedy for s in r.steps if s.drafted > 0
+        for r in short if r.session.batch == 1 for s in r.steps if s.drafted > 0
     ]  # fmt: skip
     return replace(cost, fixed=max(_significant(rest), 0.0))
 
