@@ -127,3 +127,16 @@ def chain(
     if laws is None or not tokens:
         return TokenTree((root, *tokens), parents)
     return TokenTree((root, *tokens), parents, Proposal.SAMPLED, (*laws, None))
+
+
+def best_paths(tokens: Seq[int], parents: Seq[int], scores: Seq[float], size: int) -> TokenTree:
+    """The tree of the `size` best nodes of a larger one, the root aside; among equals the
+    first. A parent's score must be its child's at least, so that the choice is a tree
+    (EAGLE-2, Li et al. 2024, section 4.2)."""
+    nodes = sorted(range(1, len(tokens)), key=lambda u: (-scores[u], u))
+    chosen = [0, *sorted(nodes[:size])]
+    place = {u: i for i, u in enumerate(chosen)}
+    return TokenTree(
+        tuple(tokens[u] for u in chosen),
+        (-1, *(place[parents[u]] for u in chosen[1:])),
+    )

@@ -15,7 +15,7 @@ decision had conditioned.
 
 from __future__ import annotations
 
-from paceline.core.draws import Purpose, uniform
+from paceline.core.draws import KeyedDraws, Purpose, uniform
 from paceline.core.law import Law
 from paceline.types import SamplingParams, Sequence
 
@@ -39,3 +39,14 @@ def coupled_token(law: Law, seq: Sequence, depth: int) -> int:
     """The draft's guess of what the target will draw `depth` tokens below the root: its own
     law's token at the quantile that the target will take. Right where the laws are equal."""
     return law.sample(uniform(seq.seed, len(seq.tokens) + depth, Purpose.TARGET))
+
+
+def next_token(law: Law, seq: Sequence, depth: int) -> tuple[int, bool]:
+    """A draft token `depth` below the first, as the request wants it: the most probable, one
+    tied to the target's draw, or one drawn from `law`; and whether it was drawn, so that the
+    rule must know the law."""
+    if seq.params.greedy:
+        return law.mode(), False
+    if coupled(seq.params):
+        return coupled_token(law, seq, depth), False
+    return law.sample(KeyedDraws(seq.seed, len(seq.tokens)).draft(depth)), True

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.core.draws import KeyedDraws
 from paceline.core.law import Law, PointLaw
 from paceline.core.rules import Verdict
-from paceline.core.tree import TokenTree, chain
+from paceline.core.tree import TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
-from paceline.draft.coupling import coupled, coupled_token
+from paceline.draft.coupling import next_token
 from paceline.draft.heads import HeadVocabulary, committed_rows
 from paceline.errors import UserError
 from paceline.models.base import KVStore, TargetModel, TargetOutput
@@ -251,10 +250,8 @@ class EagleDrafter:
         if not self._vocabulary.usable(law):
             return
         depth = len(g.tokens) - 1
-        if coupled(g.seq.params):
-            token = coupled_token(law, g.seq, depth)
-        else:
-            token = law.sample(KeyedDraws(g.seq.seed, len(g.seq.tokens)).draft(depth))
+        token, drawn = next_token(law, g.seq, depth)
+        if drawn:
             g.laws.append(law)
         child = g.add(node, token, 0.0)
         if g.tokens[child] not in g.seq.end_ids:
@@ -291,14 +288,7 @@ class EagleDrafter:
             return chain(seq.tokens[-1])
         if self.shape is None:
             return chain(seq.tokens[-1], g.tokens[1:], g.laws or None)
-        # A parent is never less probable than its child, and comes first among equals.
-        nodes = sorted(range(1, len(g.tokens)), key=lambda u: (-g.scores[u], u))
-        chosen = [0, *sorted(nodes[: min(self.shape.nodes, g.budget)])]
-        place = {u: i for i, u in enumerate(chosen)}
-        return TokenTree(
-            tuple(g.tokens[u] for u in chosen),
-            (-1, *(place[g.parents[u]] for u in chosen[1:])),
-        )
+        return best_paths(g.tokens, g.parents, g.scores, min(self.shape.nodes, g.budget))
 
     def observe(
         self,

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from paceline.core.draws import KeyedDraws
 from paceline.core.law import Law, PointLaw
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
 from paceline.draft.base import Arm, DrafterUsage
-from paceline.draft.coupling import coupled, coupled_token
+from paceline.draft.coupling import next_token
 from paceline.draft.health import DraftHealth
 from paceline.errors import UserError
 from paceline.models.base import KVStore, LayerMask, RowGroup, TargetModel, TargetOutput, pack
@@ -194,13 +193,8 @@ class LayerSkipDrafter:
             if not self._health.usable(law):
                 c.budget = len(c.tokens)
                 continue
-            if c.seq.params.greedy:
-                token = law.mode()
-            elif coupled(c.seq.params):
-                token = coupled_token(law, c.seq, len(c.tokens))
-            else:
-                draws = KeyedDraws(c.seq.seed, len(c.seq.tokens))
-                token = law.sample(draws.draft(len(c.tokens)))
+            token, drawn = next_token(law, c.seq, len(c.tokens))
+            if drawn:
                 c.laws.append(law)
             c.tokens.append(token)
             if law.probability(token) < c.gamma or token in c.seq.end_ids:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from paceline.core.draws import KeyedDraws
 from paceline.core.law import Law, PointLaw
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.cache import DraftCache, Feed
-from paceline.draft.coupling import coupled, coupled_token
+from paceline.draft.coupling import next_token
 from paceline.draft.health import DraftHealth
 from paceline.draft.vocabulary import Vocabulary, room
 from paceline.models.base import TargetOutput
@@ -81,13 +80,8 @@ class ModelDrafter:
             if not self._health.usable(law):
                 c.budget = len(c.tokens)
                 continue
-            if c.seq.params.greedy:
-                token = law.mode()
-            elif coupled(c.seq.params):
-                token = coupled_token(law, c.seq, len(c.tokens))
-            else:
-                draws = KeyedDraws(c.seq.seed, len(c.seq.tokens))
-                token = law.sample(draws.draft(len(c.tokens)))
+            token, drawn = next_token(law, c.seq, len(c.tokens))
+            if drawn:
                 c.laws.append(law)
             c.tokens.append(token)
             own = self._vocabulary.own(token)

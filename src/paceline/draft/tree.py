@@ -18,7 +18,7 @@ from paceline.core.draws import KeyedDraws
 from paceline.core.law import Law, PointLaw, WeightLaw, draw_siblings
 from paceline.core.rules import Verdict
 from paceline.core.shapes import TreeShape
-from paceline.core.tree import Proposal, TokenTree, chain
+from paceline.core.tree import Proposal, TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.cache import DraftCache, Feed
 from paceline.draft.coupling import coupled
@@ -237,15 +237,7 @@ class TreeDrafter:
                 return TokenTree(tuple(g.tokens), tuple(g.parents))
             laws = tuple(g.laws.get(u) for u in range(len(g.tokens)))
             return TokenTree(tuple(g.tokens), tuple(g.parents), Proposal.SAMPLED, laws)
-        # A parent is never less probable than its child, and comes first among equals.
-        nodes = range(1, len(g.tokens))
-        size = min(self._beam.nodes, g.budget)
-        chosen = [0, *sorted(sorted(nodes, key=lambda u: (-g.scores[u], u))[:size])]
-        place = {u: i for i, u in enumerate(chosen)}
-        return TokenTree(
-            tuple(g.tokens[u] for u in chosen),
-            (-1, *(place[g.parents[u]] for u in chosen[1:])),
-        )
+        return best_paths(g.tokens, g.parents, g.scores, min(self._beam.nodes, g.budget))
 
     def observe(
         self,
