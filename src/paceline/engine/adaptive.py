@@ -51,7 +51,7 @@ RATE_KEEP = 0.97
 #: Share of a plain step's time that weighing the choices may take where nothing comes of it,
 #: and the rounds that it rests for at most. A rest ends where a drafter sees more than before.
 THINKING, LONGEST_REST = 0.004, 64
-#: Plain steps that are all measured; of later ones in a row, every so many.
+#: Plain steps that are all measured; of later ones, every so many.
 MEASURED, SAMPLED = 32, 4
 
 
@@ -146,7 +146,6 @@ class AdaptivePolicy:
         self._refused: list[str] = []
         self._sights: dict[tuple[int, str], int] = {}
         self._since_plain = 0
-        self._in_a_row = 0
         self._plain_rounds = 0
         self._rounds: Counter[str] = Counter()
         self._histogram: Counter[int] = Counter()
@@ -442,18 +441,15 @@ class AdaptivePolicy:
         if done.reads or not parts:
             self.ledger.record(done.seconds, done.seconds)
             return
-        if any(p.drafted for p in parts):
-            self._in_a_row = 0
-        else:
-            # Of plain steps in a row the later ones tell little: measuring costs time, too.
-            self._in_a_row += 1
-            if self._in_a_row > MEASURED and self._in_a_row % SAMPLED:
-                self._since_plain = 0
-                self._plain_rounds += 1
-                self._histogram[0] += len(parts)
-                wasted = self._thinking + done.t_draft
-                self.ledger.record(done.seconds, done.seconds - wasted)
-                return
+        plain = not any(p.drafted for p in parts)
+        if plain and self.costs.plain_steps > MEASURED and self._plain_rounds % SAMPLED:
+            # Of many plain steps each tells little: measuring costs time, too.
+            self._since_plain = 0
+            self._plain_rounds += 1
+            self._histogram[0] += len(parts)
+            wasted = self._thinking + done.t_draft
+            self.ledger.record(done.seconds, done.seconds - wasted)
+            return
         self._count(parts, plan)
         work = self._done(parts, plan)
         t_pass = max(done.t_target + done.t_other - self._thinking, 1e-9)
