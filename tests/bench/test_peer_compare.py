@@ -170,7 +170,7 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
 def test_our_engine_as_an_arm() -> None:
     """Plain and speculative give one text, and what is counted adds up."""
     config = EngineConfig(kv_tokens=1024, prefix_cache=False)
-    llm = LLM("smollm2-135m", draft="ngram", engine=config)
+    llm = LLM("smollm2-135m", draft="ngram", policy="fixed", k=4, engine=config)
     prompts = peer_prompts(llm, "code-edit", prompts=1, max_tokens=24)
     assert prompts[0].tokens == llm.chat_tokens([{"role": "user", "content": prompts[0].turns[0]}])
     assert "<|im_start|>" in prompts[0].text

@@ -175,7 +175,7 @@ def check_drafts(run: Trainer, target: Path, folder: Path) -> None:
     params = SamplingParams(max_tokens=20)
     found = {}
     for draft in ("none", str(folder)):
-        llm = LLM(str(target), dtype="float32", draft=draft, k=4)
+        llm = LLM(str(target), dtype="float32", draft=draft, policy="fixed", k=4)
         outputs = llm.generate(prompts, params)
         rounds = sum(o.stats.rounds for o in outputs)
         tau = (sum(o.stats.accepted for o in outputs) + rounds) / rounds
