@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from paceline.core.rules import Verdict
-from paceline.core.shapes import TreeShape, level_widths
+from paceline.core.shapes import Beam, TreeShape, level_widths
 from paceline.core.tree import TokenTree, chain
 from paceline.draft.auto import AutoDrafter
 from paceline.draft.base import Drafter, DrafterUsage
@@ -17,7 +17,7 @@ from paceline.draft.layerskip import LayerSkipDrafter, SkipPlan, skip_mask
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
-from paceline.draft.tree import Beam, TreeDrafter
+from paceline.draft.tree import TreeDrafter
 from paceline.draft.vocabulary import SameVocabulary
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import FixedBudget

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from native_devices import tiny_config, tiny_tensors
 
+from paceline.core.shapes import Beam
 from paceline.core.tree import TokenTree
 from paceline.draft.base import Drafter
-from paceline.draft.eagle import DynamicTree, EagleDrafter
+from paceline.draft.eagle import EagleDrafter
 from paceline.draft.medusa import MedusaDrafter
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import FixedBudget
@@ -175,7 +176,7 @@ def eagle(
     target: TargetModel,
     kind: str = "eagle3",
     *,
-    shape: DynamicTree | None = None,
+    shape: Beam | None = None,
     sampled: bool = False,
     head: EagleHead | None = None,
     kernels: Kernels = TORCH,

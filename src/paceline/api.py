@@ -115,8 +115,8 @@ class LLM:
             eos_ids=frozenset(i for i in eos_ids if i < tokenizer.vocab_size),
             encode=lambda text: tokenizer.encode(text, add_special=False),
         )
-        model = target.load()
-        if isinstance(model, NativeModel):
+        loaded = target.load()
+        if isinstance(loaded, NativeModel):
             # Torch builds the laws between passes. Its threads wait by spinning, and so do the
             # core's: on the same cores each would halve the other's speed.
             torch.set_num_threads(1)
@@ -124,12 +124,12 @@ class LLM:
         notes: list[str] = []
         budgets: BudgetPolicy = FixedBudget(k)
         if adaptive:
-            costs = _profile(profile, target, model, spec, drafter, config, notes)
+            costs = _profile(profile, target, loaded, spec, drafter, config, notes)
             budgets = AdaptivePolicy(costs, drafter, AdaptiveConfig(most=k))
             if isinstance(drafter, AutoDrafter):
                 drafter.route = budgets.route
         self.engine = Engine(
-            model,
+            loaded,
             drafter,
             budgets,
             config,

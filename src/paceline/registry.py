@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from paceline.core.shapes import TreeShape, level_widths
+from paceline.core.shapes import Beam, TreeShape, level_widths
 from paceline.draft.auto import AutoDrafter
 from paceline.draft.base import Drafter
 from paceline.draft.cache import DraftCache
@@ -18,7 +18,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.slem import STRETCH, SlemDrafter
-from paceline.draft.tree import Beam, TreeDrafter
+from paceline.draft.tree import TreeDrafter
 from paceline.draft.vocabulary import SameVocabulary, SharedTokens, Vocabulary, through_text
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError

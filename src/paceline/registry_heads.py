@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.core.shapes import Beam
 from paceline.draft.base import Drafter
-from paceline.draft.eagle import DynamicTree, EagleDrafter
+from paceline.draft.eagle import EagleDrafter
 from paceline.draft.medusa import MedusaDrafter
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
@@ -95,7 +96,7 @@ def plan_head(
             raise UserError("eagle2 grows trees of the most probable paths: drop 'sampled'")
         slots = config.n_blocks * config.block_size
         memory["draft cache"] = 8 * c.n_kv_heads * c.head_size * slots
-        shape = None if nodes is None else DynamicTree(nodes=nodes)
+        shape = None if nodes is None else Beam(nodes=nodes)
         build = _eagle(source, c, weights, stored, shape, tree.sampled, config.block_size)
     return HeadPlan(build=build, memory=memory, nodes=nodes, notes=notes)
 
@@ -105,7 +106,7 @@ def _eagle(
     c: EagleConfig,
     weights: int,
     stored: bool,
-    shape: DynamicTree | None,
+    shape: Beam | None,
     sampled: bool,
     block_size: int,
 ) -> Callable[[], Drafter]:

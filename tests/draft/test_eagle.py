@@ -29,7 +29,8 @@ from head_devices import (
 )
 from scipy.stats import chisquare
 
-from paceline.draft.eagle import MAX_PENDING, DynamicTree, EagleDrafter
+from paceline.core.shapes import Beam
+from paceline.draft.eagle import MAX_PENDING, EagleDrafter
 from paceline.draft.none import NoDrafter
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
@@ -42,7 +43,7 @@ from paceline.types import Request, SamplingParams
 KINDS = ("eagle1", "eagle3")
 GREEDY = SamplingParams(max_tokens=30)
 SEEDED = SamplingParams(max_tokens=30, temperature=1.0, seed=7)
-TREE = DynamicTree(nodes=8, width=3, depth=4)
+TREE = Beam(nodes=8, width=3, depth=4)
 needs_core = pytest.mark.skipif(not is_available()[0], reason="the native core was not built")
 
 

@@ -16,8 +16,8 @@ from head_devices import (
     successor_target,
 )
 
+from paceline.core.shapes import Beam
 from paceline.core.tree import TokenTree
-from paceline.draft.eagle import DynamicTree
 from paceline.draft.none import NoDrafter
 from paceline.errors import UserError
 from paceline.types import SamplingParams
@@ -29,7 +29,7 @@ def paths_of(tree: TokenTree) -> set[Path]:
     return {tuple(tree.tokens[u] for u in tree.path(node)) for node in range(1, len(tree))}
 
 
-def expansion(head, target, tokens, shape: DynamicTree, budget: int, heat: float) -> set[Path]:  # type: ignore[no-untyped-def]
+def expansion(head, target, tokens, shape: Beam, budget: int, heat: float) -> set[Path]:  # type: ignore[no-untyped-def]
     """Li et al. 2024, section 4, word for word: expand the best nodes of a level, keep the best
     of the next, then rank all of them."""
     scores: dict[Path, float] = {}
@@ -50,12 +50,12 @@ def expansion(head, target, tokens, shape: DynamicTree, budget: int, heat: float
 @pytest.mark.parametrize(
     ("kind", "shape", "temperature"),
     [
-        ("eagle3", DynamicTree(nodes=9, width=3, depth=3), 0.0),
-        ("eagle1", DynamicTree(nodes=6, width=2, depth=4), 0.0),
-        ("eagle3", DynamicTree(nodes=9, width=3, depth=3), 0.7),
+        ("eagle3", Beam(nodes=9, width=3, depth=3), 0.0),
+        ("eagle1", Beam(nodes=6, width=2, depth=4), 0.0),
+        ("eagle3", Beam(nodes=9, width=3, depth=3), 0.7),
     ],
 )
-def test_trees_are_the_most_probable_paths(kind: str, shape: DynamicTree, temperature) -> None:
+def test_trees_are_the_most_probable_paths(kind: str, shape: Beam, temperature) -> None:
     target = successor_target()
     head = shaken(perfect_eagle(kind, target))
     drafter = eagle(target, kind, head=head, shape=shape)
@@ -76,7 +76,7 @@ def test_accepted_paths_beside_the_first_child_are_gathered() -> None:
     path of second children, whose rows lie scattered; text and acceptance hold to the end."""
     target = successor_target()
     head = perfect_eagle("eagle3", target)
-    drafter = eagle(target, head=head, shape=DynamicTree(nodes=12, width=2, depth=3))
+    drafter = eagle(target, head=head, shape=Beam(nodes=12, width=2, depth=3))
     e = engine(target, drafter, 12)
     original = drafter._vocabulary.ranked
 
@@ -99,7 +99,7 @@ def test_a_seeded_text_does_not_depend_on_the_trees_size() -> None:
     texts = set()
     for nodes in (1, 9):
         head = shaken(perfect_eagle("eagle3", target))
-        drafter = eagle(target, head=head, shape=DynamicTree(nodes=nodes))
+        drafter = eagle(target, head=head, shape=Beam(nodes=nodes))
         texts.add(tuple(o.token_ids for o in run(engine(target, drafter, nodes), PROMPTS, params)))
     assert len(texts) == 1
 
@@ -107,4 +107,4 @@ def test_a_seeded_text_does_not_depend_on_the_trees_size() -> None:
 def test_trees_out_of_range_are_refused() -> None:
     for name in ("nodes", "width", "depth"):
         with pytest.raises(UserError, match=name):
-            DynamicTree(**{"nodes": 4, name: 0})
+            Beam(**{"nodes": 4, name: 0})

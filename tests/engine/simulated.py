@@ -153,7 +153,6 @@ class Simulation:
                     seq_id=seq.id,
                     rows=seq.pending,
                     context=seq.computed,
-                    decided=True,
                     budget=min(budget, k),
                     drafted=k,
                     accepted=accepted,

@@ -180,7 +180,7 @@ def bench(
     seconds = time.perf_counter() - begin
     if out is not None:
         c.console.print(f"results in {out} ({seconds:.0f} s)", markup=False, soft_wrap=True)
-        page = write_report(out, forecast and forecast.profile).html
+        page = write_report(out, forecast.profile if forecast else None).html
         c.console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if as_json or quick:
         c.print_json(

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from paceline.errors import UserError
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -38,6 +40,29 @@ class TreeShape:
     def cut(self, nodes: int) -> TreeShape:
         """The first `nodes` nodes below the root."""
         return self if nodes >= self.nodes else TreeShape(self.parents[: nodes + 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beam:
+    """A tree that is shaped as it grows: the best `width` nodes of a level propose their best
+    `width` children, for `depth` levels; of all, the best `nodes` are proposed (EAGLE-2, Li et
+    al. 2024, section 4)."""
+
+    nodes: int
+    width: int = 4
+    depth: int = 6
+
+    @property
+    def scratch(self) -> int:
+        """Cache rows that growing it takes at most, whatever the budget is."""
+        return self.width * self.depth
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "width", "depth"):
+            if not 1 <= getattr(self, name) <= 256:
+                raise UserError(
+                    f"tree {name} = {getattr(self, name)} is out of range: use 1 to 256"
+                )
 
 
 def level_widths(widths: Seq[int]) -> TreeShape:

@@ -89,19 +89,10 @@ class SelfDrafter(Protocol):
         ...
 
 
-@runtime_checkable
-class Sighted(Protocol):
-    """A drafter that can say, without drafting, what it could do for a sequence now."""
-
-    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
-        """Ways to propose, the one that would be taken first; none where it has nothing.
-        Looks at committed tokens and at deterministic proposals only."""
-        ...
-
-
 def arms_of(drafter: Drafter, seq: Sequence) -> tuple[Arm, ...]:
-    """What a drafter could do for a sequence; one arm without particulars where it can't
-    say."""
+    """What a drafter could do for a sequence now, the one that would be taken first; one arm
+    without particulars where it has no method `arms` to say so without drafting. That method
+    looks at committed tokens and deterministic proposals only."""
     # Not by `isinstance`: asked in every round, and a protocol's takes 30 microseconds.
     arms: Callable[[Sequence], tuple[Arm, ...]] | None = getattr(drafter, "arms", None)
     return (Arm(drafter=drafter.name),) if arms is None else arms(seq)

@@ -23,6 +23,7 @@ import torch
 
 from paceline.core.law import Law, PointLaw
 from paceline.core.rules import Verdict
+from paceline.core.shapes import Beam
 from paceline.core.tree import TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.coupling import next_token
@@ -38,23 +39,6 @@ from paceline.types import Sequence
 #: Features wait for the next proposal, so that rounds without one cost nothing; so many at
 #: most.
 MAX_PENDING = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicTree:
-    """EAGLE-2 (Li et al. 2024, section 4): the best `width` nodes of a level propose their best
-    `width` children, for `depth` levels; of all, the best `nodes` are proposed."""
-
-    nodes: int
-    width: int = 4
-    depth: int = 6
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "width", "depth"):
-            if not 1 <= getattr(self, name) <= 256:
-                raise UserError(
-                    f"tree {name} = {getattr(self, name)} is out of range: use 1 to 256"
-                )
 
 
 @dataclass
@@ -121,7 +105,7 @@ class EagleDrafter:
         config: EagleConfig,
         make: Callable[[TargetModel], EagleRunner],
         *,
-        shape: DynamicTree | None = None,
+        shape: Beam | None = None,
         sampled: bool = False,
         weight_bytes: int = 0,
         block_size: int = 32,

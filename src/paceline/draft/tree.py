@@ -17,7 +17,7 @@ import torch
 from paceline.core.draws import KeyedDraws
 from paceline.core.law import Law, PointLaw, WeightLaw, draw_siblings
 from paceline.core.rules import Verdict
-from paceline.core.shapes import TreeShape
+from paceline.core.shapes import Beam, TreeShape
 from paceline.core.tree import Proposal, TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.cache import DraftCache, Feed
@@ -29,28 +29,6 @@ from paceline.models.base import TargetOutput
 from paceline.sampling.context import Context, Row, context_of
 from paceline.sampling.law import build_laws
 from paceline.types import SamplingParams, Sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beam:
-    """The most probable paths: `depth` levels of which the best `width` nodes are expanded
-    by their best `width` children; the best `nodes` of all are proposed."""
-
-    nodes: int
-    width: int = 4
-    depth: int = 6
-
-    @property
-    def scratch(self) -> int:
-        """Cache rows that growing it takes at most, whatever the budget is."""
-        return self.width * self.depth
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "width", "depth"):
-            if not 1 <= getattr(self, name) <= 256:
-                raise UserError(
-                    f"tree {name} = {getattr(self, name)} is out of range: use 1 to 256"
-                )
 
 
 @dataclass

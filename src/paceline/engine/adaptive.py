@@ -16,21 +16,21 @@ that a round is exact for whatever budget it got (docs/guarantees.md, "Budgets")
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from paceline.core.latency import Profile
 from paceline.draft.base import Arm, Drafter, arms_of
 from paceline.draft.coupling import unsteady
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.costs import Costs, Work, size_class
-from paceline.engine.explore import Lengths, Probe
+from paceline.engine.costs import Costs, Work
+from paceline.engine.explore import Lengths, Probe, Rates, Rest
 from paceline.engine.ledger import Ledger
 from paceline.engine.policy import Part, Round
+from paceline.engine.weigh import best_length, caps, spread
 from paceline.errors import UserError
 from paceline.types import Sequence
 
@@ -46,11 +46,6 @@ CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 #: Rounds that a new drafter's trial lasts. It may begin with reading a prompt where that takes
 #: no larger share of what is left of the request.
 TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
-#: What a round keeps of the older rounds' speed-up.
-RATE_KEEP = 0.97
-#: Share of a plain step's time that weighing the choices may take where nothing comes of it,
-#: and the rounds that it rests for at most. A rest ends where a drafter sees more than before.
-THINKING, LONGEST_REST = 0.004, 64
 #: Plain steps that are all measured; of later ones, every so many.
 MEASURED, SAMPLED = 32, 4
 
@@ -99,24 +94,6 @@ class _Plan:
     catching_up: float = 0.0
 
 
-@dataclass
-class _Rates:
-    """Running speed-up over plain decoding, by batch size."""
-
-    got: dict[int, float] = field(default_factory=dict)
-    paid: dict[int, float] = field(default_factory=dict)
-
-    def add(self, batch: int, plain: float, seconds: float) -> None:
-        key = size_class(batch)
-        self.got[key] = RATE_KEEP * self.got.get(key, 0.0) + plain
-        self.paid[key] = RATE_KEEP * self.paid.get(key, 0.0) + seconds
-
-    def speedup(self, batch: int) -> float:
-        key = size_class(batch)
-        paid = self.paid.get(key, 0.0)
-        return max(1.0, self.got[key] / paid) if paid > 0.0 else 1.0
-
-
 class AdaptivePolicy:
     """Mutable; one engine's. clock: seconds, for what deciding itself takes."""
 
@@ -135,16 +112,13 @@ class AdaptivePolicy:
         self._drafter = drafter
         self._clock = clock
         self._lengths = Lengths()
-        self._rates = _Rates()
+        self._rates = Rates()
         self._probes: dict[str, Probe] = {}
         self._probing: tuple[int, str] | None = None
         self._plan: _Plan | None = None
         self._settled: _Plan | None = None
         self._thinking = 0.0
-        self._deciding = 0.0
-        self._rest = 0
-        self._refused: list[str] = []
-        self._sights: dict[tuple[int, str], int] = {}
+        self._rest = Rest()
         self._since_plain = 0
         self._plain_rounds = 0
         self._rounds: Counter[str] = Counter()
@@ -193,7 +167,14 @@ class AdaptivePolicy:
         self._scale_ledger(base.seconds)
         chosen = self._best(seqs, free, arms, base)
         plan = self._with_probe(seqs, free, arms, base, chosen)
-        self._set_rest(plan, arms, base.seconds, self._clock() - start)
+        took = self._clock() - start
+        if plan.work.extra:
+            self._rest.end(took)
+        else:
+            on_trial = {
+                a.drafter for many in arms.values() for a in many if self._on_trial(a.drafter)
+            }
+            self._rest.begin(arms, on_trial, took, base.seconds)
         return plan
 
     def _plain(self, seqs: Seq[Sequence]) -> _Plan:
@@ -208,30 +189,14 @@ class AdaptivePolicy:
         self._settled = plan if all(c.free for c in choices.values()) else None
         return plan
 
-    # Weighing the choices takes a part of a millisecond. Where plain decoding came of it, the
-    # next rounds are plain without it, unless somebody sees more or is due for a probe.
-
     def _resting(self, arms: dict[int, list[Arm]]) -> bool:
-        if self._rest == 0:
+        """Whether this round is plain without a thought, as the last ones were."""
+        if not self._rest.rounds:
             return False
-        for name in self._refused:
+        for name in self._rest.refused:
             self._probe(name).refused()
-        seen = self._sights
-        new = any(a.bucket > seen.get((i, a.drafter), -1) for i, many in arms.items() for a in many)
-        if new or any(self._probe(name).due for name in self._refused):
-            self._rest = 0
-            return False
-        self._rest -= 1
-        return True
-
-    def _set_rest(self, plan: _Plan, arms: dict[int, list[Arm]], plain: float, took: float) -> None:
-        self._deciding += 0.1 * (took - self._deciding) if self._deciding else took
-        if plan.work.extra:
-            self._rest = 0
-            return
-        self._rest = min(LONGEST_REST, math.ceil(self._deciding / (THINKING * plain)))
-        self._sights = {(i, a.drafter): a.bucket for i, many in arms.items() for a in many}
-        self._refused = [n for n in {d for _, d in self._sights} if not self._on_trial(n)]
+        due = any(self._probe(name).due for name in self._rest.refused)
+        return self._rest.goes_on(arms, wake=due)
 
     def _given(self, seq: Sequence) -> _Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
@@ -286,11 +251,12 @@ class AdaptivePolicy:
         plans = []
         if len(picked) == 1:
             ((i, arm),) = picked.items()
-            k = self._length(arm, gains[i], by_rows, price, work)
+            drafting = self._drafting(arm, len(gains[i]), work)
+            k, _ = best_length(gains[i], drafting, by_rows, price)
             plans.append(self._price(seqs, picked, {i: k}, gains, base, price))
         else:
-            for cap in _caps(max(len(g) for g in gains.values())):
-                budgets = _spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
+            for cap in caps(max(len(g) for g in gains.values())):
+                budgets = spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
                 plans.append(self._price(seqs, picked, budgets, gains, base, price))
         floor = -price * base.seconds
         for plan in sorted(plans, key=lambda p: -p.value):
@@ -312,7 +278,7 @@ class AdaptivePolicy:
     ) -> tuple[dict[int, Arm], dict[int, list[float]]]:
         """For each sequence the arm that promises most, were it alone in drafting, and what
         its nodes are expected to bring."""
-        context = sum(work.contexts) // len(work.contexts)
+        deepest = max((a.most for many in arms.values() for a in many), default=0)
         alone: dict[str, list[float]] = {}
         picked, gains = {}, {}
         for s in free:
@@ -321,28 +287,18 @@ class AdaptivePolicy:
                 found = self.acceptance.of(s.id, arm).gains(arm.most)
                 promise = 0.0
                 if len(arms[s.id]) > 1:
-                    seconds = alone.setdefault(arm.drafter, [])
-                    for k in range(len(seconds) + 1, arm.most + 1):
-                        seconds.append(self.costs.alone(arm.drafter, k, context))
-                    promise = _promise(found, seconds, by_rows, price)
+                    if arm.drafter not in alone:
+                        alone[arm.drafter] = self._drafting(arm, deepest, work)
+                    _, promise = best_length(found, alone[arm.drafter], by_rows, price)
                     promise -= price * self._investment(s, arm)
                 if promise > best:
                     best, picked[s.id], gains[s.id] = promise, arm, found
         return picked, gains
 
-    def _length(
-        self, arm: Arm, gains: list[float], by_rows: list[float], price: float, work: Work
-    ) -> int:
-        """The number of nodes with the most value, where one sequence alone may draft."""
+    def _drafting(self, arm: Arm, most: int, work: Work) -> list[float]:
+        """Seconds of drafting 1, 2, ... `most` nodes for one sequence alone."""
         context = sum(work.contexts) // len(work.contexts)
-        total, best, best_k = 0.0, -float("inf"), 1
-        for k, gain in enumerate(gains, start=1):
-            total += gain
-            drafting = self.costs.alone(arm.drafter, k, context)
-            value = total - price * (drafting + by_rows[k])
-            if value > best:
-                best, best_k = value, k
-        return best_k
+        return [self.costs.alone(arm.drafter, k, context) for k in range(1, most + 1)]
 
     def _investment(self, seq: Sequence, arm: Arm) -> float:
         """Seconds a round of what catching up takes, over the rounds that it will serve."""
@@ -545,33 +501,3 @@ class AdaptivePolicy:
             "ledger_bound_s": round(ledger.bound, 6),
             "ledger_plain_s": round(ledger.plain, 6),
         }
-
-
-def _caps(longest: int) -> list[int]:
-    """Depths that are compared."""
-    steps = (*range(1, 9), 12, 16, 24, 32, 48, 64)
-    return [c for c in steps if c < longest] + [longest]
-
-
-def _spread(gains: dict[int, list[float]], by_rows: list[float], price: float) -> dict[int, int]:
-    """Nodes for each sequence: the most promising ones of all, as many as their rows are
-    worth; at least one."""
-    ranked = sorted(((g, i) for i, many in gains.items() for g in many), key=lambda x: -x[0])
-    best, best_n, total = -float("inf"), 0, 0.0
-    for n, (gain, _) in enumerate(ranked, start=1):
-        total += gain
-        value = total - price * by_rows[n]
-        if value > best:
-            best, best_n = value, n
-    return dict(Counter(i for _, i in ranked[:best_n]))
-
-
-def _promise(
-    gains: list[float], drafting: list[float], by_rows: list[float], price: float
-) -> float:
-    """Value of the best number of nodes: tokens less their seconds at `price`."""
-    best, total = -float("inf"), 0.0
-    for k, gain in enumerate(gains, start=1):
-        total += gain
-        best = max(best, total - price * (drafting[k - 1] + by_rows[k] - by_rows[0]))
-    return best

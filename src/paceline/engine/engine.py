@@ -368,7 +368,6 @@ def _parts(
             seq_id=item.seq.id,
             rows=item.rows,
             context=item.context,
-            decided=verdict is not None,
             budget=item.budget,
             drafted=len(tree) - 1 if tree is not None else 0,
             accepted=len(verdict.path) if verdict is not None else 0,

@@ -1,9 +1,15 @@
-"""What a policy does to keep knowing: probes of drafters that do not pay, and how long a
-request will probably go on."""
+"""What a policy keeps knowing and how: probes of drafters that do not pay, when not to think
+again, the speed-up so far, and how long a request will probably go on."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+from paceline.draft.base import Arm
+from paceline.engine.costs import size_class
 
 #: Rounds until a refused drafter is tried again: at first, and at most.
 FIRST_WAIT, LONGEST_WAIT = 16, 4096
@@ -11,6 +17,11 @@ FIRST_WAIT, LONGEST_WAIT = 16, 4096
 CHEAP = 0.005
 #: Tokens that a probe drafts at first; each one that pays is followed by a longer one.
 PROBE = 2
+#: What a round keeps of the older rounds' speed-up.
+RATE_KEEP = 0.97
+#: Share of a plain step's time that weighing the choices may take where nothing comes of it,
+#: and the rounds that it rests for at most.
+THINKING, LONGEST_REST = 0.004, 64
 
 
 @dataclass
@@ -69,3 +80,61 @@ class Lengths:
         (128 before any ended), a quarter of that where it is past it, max_tokens at most."""
         mean = 128.0 if self.mean is None else self.mean
         return min(max(mean - n_output, mean / 4), max_tokens - n_output)
+
+
+@dataclass
+class Rates:
+    """Running speed-up over plain decoding, by batch size."""
+
+    got: dict[int, float] = field(default_factory=dict)
+    paid: dict[int, float] = field(default_factory=dict)
+
+    def add(self, batch: int, plain: float, seconds: float) -> None:
+        key = size_class(batch)
+        self.got[key] = RATE_KEEP * self.got.get(key, 0.0) + plain
+        self.paid[key] = RATE_KEEP * self.paid.get(key, 0.0) + seconds
+
+    def speedup(self, batch: int) -> float:
+        key = size_class(batch)
+        paid = self.paid.get(key, 0.0)
+        return max(1.0, self.got[key] / paid) if paid > 0.0 else 1.0
+
+
+@dataclass
+class Rest:
+    """Weighing the choices takes a part of a millisecond. Where plain decoding came of it, the
+    next rounds are plain without it, unless somebody sees more than before.
+
+    rounds: still to come; refused: drafters that were not asked and count towards a probe.
+    """
+
+    rounds: int = 0
+    refused: tuple[str, ...] = ()
+    _took: float = 0.0
+    _sights: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def begin(
+        self, arms: Mapping[int, Seq[Arm]], on_trial: Collection[str], took: float, plain: float
+    ) -> None:
+        """Plain decoding came of a decision that took so long; a plain step takes `plain`."""
+        self.end(took)
+        self.rounds = min(LONGEST_REST, math.ceil(self._took / (THINKING * plain)))
+        self._sights = {(i, a.drafter): a.bucket for i, many in arms.items() for a in many}
+        names = sorted({drafter for _, drafter in self._sights})
+        self.refused = tuple(n for n in names if n not in on_trial)
+
+    def end(self, took: float) -> None:
+        """A decision that took so long."""
+        self._took += 0.1 * (took - self._took) if self._took else took
+        self.rounds = 0
+
+    def goes_on(self, arms: Mapping[int, Seq[Arm]], *, wake: bool) -> bool:
+        """One round more of rest, or none: `wake`, or a match longer than any then."""
+        known = self._sights
+        if wake or any(
+            a.bucket > known.get((i, a.drafter), -1) for i, many in arms.items() for a in many
+        ):
+            self.rounds = 0
+            return False
+        self.rounds -= 1
+        return True

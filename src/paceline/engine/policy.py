@@ -14,7 +14,7 @@ class Part:
     """One sequence's part in a round that is over.
 
     rows: its committed tokens in the pass (more than one: it read its prompt, or a part of
-    it). context: cache entries before them. decided: whether a token was decided. budget,
+    it). context: cache entries before them. budget,
     drafted, accepted: nodes below the root that were allowed, proposed, and taken. emitted:
     tokens that were delivered, those behind an end left out.
     """
@@ -22,7 +22,6 @@ class Part:
     seq_id: int
     rows: int
     context: int
-    decided: bool
     budget: int
     drafted: int
     accepted: int

@@ -232,12 +232,6 @@ class NativeModel:
     def workspace_bytes(self) -> int:
         return int(self._model.workspace_bytes)
 
-    def embedding_row(self, token: int) -> torch.Tensor:
-        """The embedding of a token: float32 [D]."""
-        out = np.empty(self.config.hidden_size, np.float32)
-        self._linears["embedding"].row(token, out)
-        return torch.from_numpy(out)
-
     def embedding_rows(self, tokens: Seq[int]) -> torch.Tensor:
         return self._rows("embedding", tokens)
 

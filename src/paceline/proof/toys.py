@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from paceline.core.shapes import TreeShape, level_widths
+from paceline.core.shapes import Beam, TreeShape, level_widths
 from paceline.draft.base import Drafter
 from paceline.draft.cache import DraftCache
 from paceline.draft.layerskip import LayerSkipDrafter, SkipPlan, skip_mask
@@ -19,7 +19,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.slem import SlemDrafter
-from paceline.draft.tree import Beam, TreeDrafter
+from paceline.draft.tree import TreeDrafter
 from paceline.draft.vocabulary import SameVocabulary, SharedTokens, through_text
 from paceline.engine.engine import EngineConfig
 from paceline.models.toy import Logits, TabularModel

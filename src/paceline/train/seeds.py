@@ -98,7 +98,7 @@ def from_folders(folders: Iterable[Path], seed: int) -> Iterator[Seed]:
 
 def _files(folder: Path) -> list[Path]:
     if not folder.exists():
-        raise UserError(f"{folder}: no such folder")
+        raise UserError(f"{folder}: no such folder; name one that holds texts or code")
     wanted = CODE_SUFFIXES + TEXT_SUFFIXES
     files = [folder] if folder.is_file() else sorted(folder.rglob("*"))
     return [

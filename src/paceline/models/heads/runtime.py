@@ -182,11 +182,6 @@ class EagleRunner:
     def new_cache(self) -> RowCache:
         return RowCache(self.config, self._cos)
 
-    @property
-    def row_bytes(self) -> int:
-        """Cache bytes of one row."""
-        return 2 * 4 * self.config.n_kv_heads * self.config.head_size
-
     def fuse(self, taps_ND: torch.Tensor) -> torch.Tensor:
         """See `EagleHead.fuse`."""
         taps_ND = taps_ND.float()
