@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import isotonic_regression, nnls
 
 from paceline.core.latency import Curve, DraftCost, HostCost, TargetCost
 
@@ -65,30 +65,110 @@ class Run:
     steps: tuple[Step, ...]
     t_q_prompt: float
 
+    def scaled(self, factor: float) -> Run:
+        """The same with all times multiplied."""
+        steps = tuple(
+            replace(s, t_p=s.t_p * factor, t_q=s.t_q * factor, t_o=s.t_o * factor)
+            for s in self.steps
+        )
+        return Run(self.session, steps, self.t_q_prompt * factor)
 
-def in_situ(target: TargetCost, steps: Seq[Step]) -> TargetCost:
-    """The target's cost as it is between an engine's other work: plain steps tell the scale."""
-    scale = median(s.t_p / target(s.rows, s.contexts) for s in steps if s.drafted == 0)
-    rows = Curve(xs=target.rows.xs, ys=tuple(y * scale for y in target.rows.ys))
-    return replace(target, rows=rows)
+
+def _plain(cycle: Seq[Run]) -> float:
+    """Seconds of a plain greedy pass of one short sequence."""
+    return median(
+        s.t_p for run in cycle for s in run.steps
+        if s.k == 0 and len(s.contexts) == 1 and _near(run) and not run.session.sampled
+    )  # fmt: skip
 
 
-def fit_host(steps: Seq[Step]) -> HostCost:
-    """Non-negative least squares on medians: a step, its sequences, its rows."""
-    cells: dict[tuple[int, int], list[float]] = {}
-    for s in steps:
-        cells.setdefault((len(s.contexts), sum(s.rows)), []).append(s.t_o)
+def _near(run: Run) -> bool:
+    return run.session.prompt < LONG
+
+
+def at_one_speed(cycle: Seq[Run], target: TargetCost) -> list[Run]:
+    """A cycle's runs as the machine would have taken them at the speed of `target`."""
+    factor = target.rows(1) / _plain(cycle)
+    return [run.scaled(factor) for run in cycle]
+
+
+def settled(run: Run, target: TargetCost, host: Mapping[str, HostCost]) -> Run:
+    """A run at the speed of `target`, by its own plain steps."""
+    cost = host["sampled" if run.session.sampled else "greedy"]
+    known = [
+        (target(s.rows, s.contexts) + cost(len(s.contexts), len(s.contexts))) / (s.t_p + s.t_o)
+        for s in run.steps
+        if s.drafted == 0
+    ]
+    return run.scaled(median(known)) if known else run
+
+
+def fit_target(swept: TargetCost, cycles: Seq[Seq[Run]]) -> tuple[TargetCost, float]:
+    """The target's cost as it is between an engine's other work, and the relative standard
+    error of its ratios.
+
+    swept: of passes that follow each other. cycles: with random drafts, all of short sequences
+    but the last perhaps; how much longer than `swept` their passes take, against the plain
+    ones next to them, goes by rows.
+    """
+    unit = median(_plain(c) for c in cycles)
+    found: dict[int, list[float]] = {}
+    far = []
+    for cycle in cycles:
+        factor = unit / _plain(cycle)
+        for run in cycle:
+            for s in run.steps if not run.session.sampled else ():
+                if _near(run):
+                    took = factor * s.t_p / swept(s.rows, s.contexts)
+                    found.setdefault(sum(s.rows), []).append(took)
+                else:
+                    far.append((s, factor * s.t_p))
+    seen = sorted(found)
+    xs = sorted({*swept.rows.xs, *map(float, seen)})
+    longer = np.interp(xs, seen, [median(found[n]) for n in seen])
+    ys = isotonic_regression(np.array([swept.rows(x) for x in xs]) * longer).x
+    target = replace(swept, rows=Curve(xs=tuple(xs), ys=tuple(ys.tolist())))
+    reading = [
+        (t - target.rows(sum(s.rows)))
+        / max(target(s.rows, s.contexts) - target.rows(sum(s.rows)), 1e-12)
+        for s, t in far
+    ]
+    if reading:
+        more = max(median(reading), 0.0)
+        entry = Curve(xs=swept.per_entry.xs, ys=tuple(y * more for y in swept.per_entry.ys))
+        target = replace(target, per_entry=entry)
+    spread = [relative_error(v) for n, v in found.items() if n > 1 and len(v) > 2]
+    return target, float(np.mean(spread)) if spread else 0.0
+
+
+def fit_host(runs: Seq[Run], target: TargetCost, mode: str) -> HostCost:
+    """Non-negative least squares on medians: a step, its sequences, its rows. What a pass
+    takes longer between steps that sample, whose laws displace it from the caches, is counted
+    here, too."""
+    cells: dict[tuple[int, int], list[Step]] = {}
+    sampled = mode == "sampled"
+    for run in runs:
+        for s in run.steps if run.session.sampled == sampled and _near(run) else ():
+            cells.setdefault((len(s.contexts), sum(s.rows)), []).append(s)
     if not cells:
         return HostCost(step=0.0, sequence=0.0, row=0.0)
-    times = np.array([median(t) for t in cells.values()])
-    weights = np.sqrt([len(t) for t in cells.values()]) / times
+    own = np.array([median(s.t_o for s in steps) for steps in cells.values()])
+    weights = np.sqrt([len(steps) for steps in cells.values()]) / own
+    times = own
+    if sampled:
+        times = own + [
+            median(s.t_p - target(s.rows, s.contexts) for s in c) for c in cells.values()
+        ]
     terms = np.array([[1.0, batch, rows] for batch, rows in cells])
     fit, _ = nnls(terms * weights[:, None], times * weights)
     return HostCost(step=float(fit[0]), sequence=float(fit[1]), row=float(fit[2]))
 
 
-def fit_draft(runs: Seq[Run], target: TargetCost, host: Mapping[str, HostCost]) -> DraftCost:
-    """The cost of one drafter from its sessions (greedy short ones at least)."""
+def fit_draft(
+    runs: Seq[Run], target: TargetCost, host: Mapping[str, HostCost], spread: float = 0.0
+) -> DraftCost:
+    """The cost of one drafter from its sessions (greedy short ones at least). spread: of the
+    target's ratios."""
     greedy = [r for r in runs if not r.session.sampled]
     short = [r for r in greedy if r.session.prompt < LONG]
     per_entry = _draft_reading(greedy)
@@ -106,21 +186,27 @@ def fit_draft(runs: Seq[Run], target: TargetCost, host: Mapping[str, HostCost]) 
         per_entry=per_entry,
     )
     cost = replace(cost, feed=_feeding(greedy, cost))
-    sampled = [s for r in runs if r.session.sampled for s in r.steps if s.drafted > 0]
-    if sampled:
-        more = [
-            (s.t_q + s.t_o - cost(s.k, s.contexts) - host["sampled"](len(s.rows), sum(s.rows)))
-            / s.drafted
-            for s in sampled
-        ]
-        cost = replace(cost, sampling=max(_significant(more), 0.0))
     # What a round costs more than its parts: passes after drafting find colder caches. Of
     # single short sequences, where nothing else that the target's cost gets wrong adds to it.
     rest = [
         s.t_p - target(s.rows, s.contexts)
         for r in short if r.session.batch == 1 for s in r.steps if s.drafted > 0
     ]  # fmt: skip
-    return replace(cost, fixed=max(_significant(rest), 0.0))
+    slack = target.rows(1) * math.hypot(spread, _plain_error(short))
+    cost = replace(cost, fixed=max(_significant(rest, slack), 0.0))
+    more = [
+        (s.t_q + s.t_o + s.t_p - cost(s.k, s.contexts) - target(s.rows, s.contexts)
+         - host["sampled"](len(s.rows), sum(s.rows))) / s.drafted
+        for r in runs if r.session.sampled for s in r.steps if s.drafted > 0
+    ]  # fmt: skip
+    slack += target.rows(1) * _plain_error([r for r in runs if r.session.sampled])
+    return replace(cost, sampling=max(_significant(more, slack / 4), 0.0))
+
+
+def _plain_error(runs: Seq[Run]) -> float:
+    """Relative standard error of the plain steps by which runs were brought to one speed."""
+    found = [[s.t_p for s in r.steps if s.drafted == 0] for r in runs]
+    return max((relative_error(times) for times in found if len(times) > 1), default=0.0)
 
 
 def _line(steps: Seq[Step], per_entry: float) -> tuple[float, float]:
@@ -168,12 +254,13 @@ def _feeding(runs: Seq[Run], cost: DraftCost) -> Curve:
     return Curve(xs=xs, ys=tuple(points[x] for x in xs))
 
 
-def _significant(values: Seq[float]) -> float:
-    """The median, or 0 where it is within two standard errors of that."""
+def _significant(values: Seq[float], slack: float = 0.0) -> float:
+    """The median, or 0 where it is within two standard errors of that. slack: error that all
+    values share."""
     if len(values) < 2:
         return 0.0
     middle = median(values)
-    return middle if abs(middle) > 2 * _error(values) else 0.0
+    return middle if abs(middle) > 2 * math.hypot(_error(values), slack) else 0.0
 
 
 def _error(values: Seq[float]) -> float:

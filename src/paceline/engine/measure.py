@@ -1,53 +1,49 @@
 """Measures what target, drafters and host cost on this machine (`core.latency.Profile`).
 
-Two sources. Passes of the target alone, in shuffled order, give T_p by rows and context as
-ratios to one row's pass next to them. Steps of a real `Engine` on random prompts then give
-drafting and host cost, and what a pass costs between other work. Random tokens are fine for
-costs and say nothing about acceptance.
+Three sources. Passes of the target alone, in shuffled order, give T_p by rows and context as
+ratios to one row's pass next to them. Steps of a real `Engine` with random drafts say what such
+passes cost between an engine's other work, which is more: caches are colder and threads sleep.
+Steps with the drafters give drafting. Random tokens are fine for costs and say nothing about
+acceptance.
 
-Shared machines are noisy: everything is repeated in shuffled order, warmed up, kept clear of
-garbage collections, and condensed by medians.
+Shared machines are noisy and change their speed by a third for seconds at a time: everything is
+repeated in shuffled order, warmed up, kept clear of garbage collections, compared with plain
+passes next to it, and condensed by medians.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import median
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from paceline.core.latency import Curve, Profile, TargetCost
-from paceline.draft.base import Drafter, SelfDrafter
-from paceline.draft.none import NoDrafter
-from paceline.engine.engine import Engine, EngineConfig
+from paceline.core.latency import MODES, Curve, Profile, TargetCost
+from paceline.draft.base import Drafter
+from paceline.engine.engine import EngineConfig
 from paceline.engine.fitting import (
-    LONG,
     Run,
     Session,
-    Step,
+    at_one_speed,
     draft_spread,
     fit_draft,
     fit_host,
-    in_situ,
-    relative_error,
+    fit_target,
+    settled,
 )
-from paceline.engine.policy import FixedBudget
-from paceline.errors import UserError
+from paceline.engine.sessions import Clock, RandomDrafter, chosen, new_engine, run_session
 from paceline.models.base import KVStore, RowGroup, TargetModel, pack
-from paceline.types import Request, SamplingParams
 
 #: Changes when what is measured does, so that older cached profiles are not taken.
-METHOD = 1
+METHOD = 2
 
-Clock = Callable[[], float]
 #: Called with a share of the work done, 0 to 1, and what is being measured.
 Progress = Callable[[float, str], None]
 
@@ -58,22 +54,32 @@ default_clock = time.perf_counter
 class Depth:
     """How much to measure. rows: of a pass, all of whose logits are wanted; chunks: of a
     prompt's pass, without; sweeps: repetitions; context: long one for the cost of reading a
-    cache, at `reading` rows."""
+    cache, at `reading` rows. random: engine steps with random drafts, `cycles` times; far: the
+    same once, with long prompts. sessions: engine steps with each drafter."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
     sweeps: int
     context: int
     reading: tuple[int, ...]
+    random: tuple[Session, ...]
+    cycles: int
+    far: tuple[Session, ...]
     sessions: tuple[Session, ...]
 
 
 QUICK = Depth(
-    rows=(1, 2, 3, 4, 5, 6, 9, 12, 16),
+    rows=(1, 2, 4, 6, 9, 16),
     chunks=(),
     sweeps=2,
     context=1024,
     reading=(1, 8),
+    random=(
+        Session(budgets=(0, 0, 1, 4, 8), rounds=1, prompt=8),
+        Session(sampled=True, budgets=(0, 4), rounds=1, prompt=8),
+    ),
+    cycles=1,
+    far=(),
     sessions=(
         Session(budgets=(0, 1, 4), rounds=3, prompt=32),
         Session(sampled=True, budgets=(0, 4), rounds=2, prompt=16),
@@ -83,9 +89,20 @@ QUICK = Depth(
 FULL = Depth(
     rows=(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64),
     chunks=(128, 512),
-    sweeps=7,
+    sweeps=4,
     context=4096,
     reading=(1, 3, 5, 9, 17),
+    random=(
+        Session(budgets=(0, 0, 0, 1, 2, 3, 4, 5, 6, 8, 12), rounds=1, prompt=16),
+        Session(sampled=True, budgets=(0, 0, 1, 2, 4, 8), rounds=1, prompt=16),
+        Session(batch=4, budgets=(0, 1, 4, 8), rounds=1, prompt=16),
+        Session(batch=4, sampled=True, budgets=(0, 4), rounds=1, prompt=16),
+    ),
+    cycles=6,
+    far=(
+        Session(budgets=(0, 0, 0), rounds=2, prompt=16),
+        Session(budgets=(0, 4, 8), rounds=5, prompt=1024),
+    ),
     sessions=(
         Session(budgets=(0, 1, 2, 4, 8), rounds=7, prompt=64),
         Session(sampled=True, budgets=(0, 1, 4, 8), rounds=5, prompt=64),
@@ -110,7 +127,7 @@ def measure(
 ) -> Profile:
     """Costs of a target and its drafters (by label; without any, of the target alone).
 
-    The drafters must be idle, with pools of at least `config`'s size. Under 3 s at depth
+    The drafters must be idle, with pools of at least `config`'s size. Under 5 s at depth
     QUICK and 60 s at FULL for a model whose pass takes 50 ms, with a drafter of a quarter of
     that a token.
     """
@@ -120,32 +137,31 @@ def measure(
     vocab = vocab_size or model.info.vocab_size
     with _undisturbed():
         tick(0.0, "target passes")
-        target, spread_target = _measure_target(model, config, depth, vocab, rng, clock)
+        swept = _measure_target(model, config, depth, vocab, rng, clock)
+        tick(0.3, "steps with random drafts")
+        cycles = _random_steps(model, config, depth, vocab, rng, clock)
         runs: dict[str, list[Run]] = {}
-        named = dict(drafters) or {"": NoDrafter()}
-        sessions = _chosen(depth.sessions, config, model)
-        for done, (label, drafter) in enumerate(named.items()):
-            engine = _engine(model, drafter, config, sessions, vocab, clock)
+        sessions = chosen(depth.sessions, config, model)
+        for done, (label, drafter) in enumerate(drafters.items()):
+            engine = new_engine(model, drafter, config, sessions, vocab, clock)
             runs[label] = []
             for i, session in enumerate(sessions):
-                share = (done + i / len(sessions)) / len(named)
-                tick(0.4 + 0.6 * share, f"steps with {label or 'no draft'}")
-                runs[label].append(_run_session(engine, session, vocab, rng))
+                share = (done + i / len(sessions)) / len(drafters)
+                tick(0.5 + 0.5 * share, f"steps with {label}")
+                runs[label].append(run_session(engine, session, vocab, rng))
         tick(1.0, "done")
-    steps = [s for many in runs.values() for run in many for s in run.steps]
-    target = in_situ(target, steps)
-    host = {m: fit_host([s for s in steps if s.session.sampled == (m == "sampled")])
-            for m in ("greedy", "sampled")}  # fmt: skip
-    drafts = {
-        label: fit_draft(many, target, host) for label, many in runs.items() if label in drafters
-    }
+    target, spread_target = fit_target(swept, cycles)
+    calm = [run for cycle in cycles for run in at_one_speed(cycle, target)]
+    host = {mode: fit_host(calm, target, mode) for mode in MODES}
+    runs = {label: [settled(run, target, host) for run in many] for label, many in runs.items()}
+    drafts = {label: fit_draft(many, target, host, spread_target) for label, many in runs.items()}
     return Profile(
         target=target,
         drafts=drafts,
         host=host,
         spread={
             "target": spread_target,
-            "draft": max((draft_spread(runs[label]) for label in drafts), default=0.0),
+            "draft": max(map(draft_spread, runs.values()), default=0.0),
         },
         meta={
             "model": model.info.name,
@@ -180,8 +196,8 @@ def _measure_target(
     vocab: int,
     rng: np.random.Generator,
     clock: Clock,
-) -> tuple[TargetCost, float]:
-    """T_p by rows and by context, and the relative standard error of its ratios."""
+) -> TargetCost:
+    """T_p by rows and by context, of passes that follow each other."""
     short = 32
     most = max(depth.rows)
     chunks = [n for n in depth.chunks if n <= config.prefill_chunk]
@@ -226,11 +242,7 @@ def _measure_target(
     ys = isotonic_regression([median(ratios[n]) for n in xs]).x * median(ones)
     per_entry = _reading(seconds, [n for n in depth.reading if n <= most], short, long, depth)
     base = [max(y - per_entry(n) * short, 1e-9) for n, y in zip(xs, ys.tolist(), strict=True)]
-    spread = [relative_error(ratios[n]) for n in rows if n > 1]
-    return (
-        TargetCost(rows=Curve(xs=tuple(map(float, xs)), ys=tuple(base)), per_entry=per_entry),
-        float(np.mean(spread)) if spread else 0.0,
-    )
+    return TargetCost(rows=Curve(xs=tuple(map(float, xs)), ys=tuple(base)), per_entry=per_entry)
 
 
 def _fill(kv: KVStore, known: int, wanted: int) -> None:
@@ -259,106 +271,17 @@ def _reading(
     return Curve(xs=tuple(map(float, rows)), ys=tuple(np.maximum.accumulate(ys).tolist()))
 
 
-# Steps of a real engine.
-
-
-def _engine(
+def _random_steps(
     model: TargetModel,
-    drafter: Drafter,
     config: EngineConfig,
-    sessions: Seq[Session],
+    depth: Depth,
     vocab: int,
+    rng: np.random.Generator,
     clock: Clock,
-) -> Engine:
-    """An engine for all sessions, its cache no larger than they need."""
-    needs = [s.batch * (_longest(s) + config.block_size) for s in sessions]
-    own = replace(config, kv_tokens=max([config.block_size, *needs]), prefix_cache=False)
-    if isinstance(drafter, SelfDrafter):  # the original stays bound to its own engine's cache
-        drafter = copy.copy(drafter)
-    return Engine(model, drafter, FixedBudget(0), own, vocab_size=vocab, clock=clock)
-
-
-def _run_session(engine: Engine, session: Session, vocab: int, rng: np.random.Generator) -> Run:
-    order = [k for _ in range(session.rounds) for k in rng.permutation(session.budgets).tolist()]
-    params = SamplingParams(
-        temperature=1.0 if session.sampled else 0.0,
-        max_tokens=_longest(session) - session.prompt,
-        ignore_eos=True,
-    )
-    half = rng.integers(0, vocab, (session.batch, -(-session.prompt // 2)))
-    prompts = np.concatenate([half, half], axis=1)[:, : session.prompt]
-    engine.policy = FixedBudget(0)
-    before = engine.stats.time_draft
-    ids = [
-        i for p in prompts.tolist() for i in engine.submit(Request(prompt=tuple(p), params=params))
-    ]
-    try:
-        while engine.scheduler.waiting or any(s.n_output == 0 for s in engine.scheduler.running):
-            engine.step()
-        first = _step(engine, session, max(session.budgets))
-        read = engine.stats.time_draft - before
-        _step(engine, session, 0)
-        steps = [_step(engine, session, k) for k in order]
-    finally:
-        for i in ids:
-            engine.forget(i)
-    same = [s.t_q for s in steps if s.k == first.k]
-    return Run(session, tuple(steps), max(read - median(same), 0.0))
-
-
-def _chosen(sessions: Seq[Session], config: EngineConfig, model: TargetModel) -> list[Session]:
-    """Those that fit, basic ones made smaller where they don't. UserError where the pool is
-    too small for any."""
-    found = [
-        next((size for size in _sizes(session) if _fits(size, config, model)), None)
-        for session in sessions
-    ]
-    chosen = [s for s in found if s is not None]
-    if not any(s.prompt < LONG and not s.sampled for s in chosen):
-        raise UserError(
-            f"kv_tokens = {config.kv_tokens} is too small to measure costs in: raise it"
-        )
-    return chosen
-
-
-def _sizes(session: Session) -> Iterator[Session]:
-    """A session, and where it is a basic one, what will do in a small pool or context."""
-    yield session
-    if session.batch == 1 and session.prompt < LONG:
-        yield replace(session, rounds=1, prompt=min(session.prompt, 8))
-        yield replace(session, rounds=1, prompt=4, budgets=(0, 1))
-
-
-def _longest(session: Session) -> int:
-    """Tokens of a sequence at the end: two warm-up steps, all others, and room for one more,
-    so that none ends before."""
-    most = max(session.budgets)
-    steps = session.rounds * sum(k + 1 for k in session.budgets)
-    return session.prompt + (most + 1) + 1 + steps + most + 2
-
-
-def _fits(session: Session, config: EngineConfig, model: TargetModel) -> bool:
-    longest = _longest(session)
-    return (
-        session.batch <= config.max_batch
-        and longest <= model.info.max_context
-        and session.batch * (longest + config.block_size) <= config.kv_tokens
-    )
-
-
-def _step(engine: Engine, session: Session, k: int) -> Step:
-    engine.policy = FixedBudget(k)
-    running = list(engine.scheduler.running)
-    contexts = tuple(s.computed for s in running)
-    s = engine.stats
-    before = (s.time_target, s.time_draft, s.time_other, s.rows)
-    engine.step()
-    return Step(
-        session=session,
-        k=k,
-        drafted=s.rows - before[3] - len(running),
-        contexts=contexts,
-        t_p=s.time_target - before[0],
-        t_q=s.time_draft - before[1],
-        t_o=s.time_other - before[2],
-    )
+) -> list[list[Run]]:
+    """Cycles of sessions with random drafts; each cycle begins with plain greedy steps."""
+    near = chosen(depth.random, config, model)
+    far = chosen(depth.far, config, model) if depth.far else []
+    engine = new_engine(model, RandomDrafter(vocab, rng), config, [*near, *far], vocab, clock)
+    cycles = [near] * depth.cycles + ([far] if len(far) > 1 else [])
+    return [[run_session(engine, s, vocab, rng) for s in sessions] for sessions in cycles]

@@ -25,7 +25,8 @@ import torch
 from paceline.core.latency import FORMAT, Profile
 from paceline.draft.base import Drafter
 from paceline.engine.engine import EngineConfig
-from paceline.engine.measure import DEPTHS, METHOD, Clock, Depth, Progress, default_clock, measure
+from paceline.engine.measure import DEPTHS, METHOD, Depth, Progress, default_clock, measure
+from paceline.engine.sessions import Clock
 from paceline.errors import UserError
 from paceline.models.base import ModelInfo, TargetModel
 from paceline.models.catalog import cache_dir
