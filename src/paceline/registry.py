@@ -22,7 +22,7 @@ from paceline.draft.tree import TreeDrafter
 from paceline.draft.vocabulary import SameVocabulary, SharedTokens, Vocabulary, through_text
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
-from paceline.models.heads.shipped import shipped_folder
+from paceline.models.heads.shipped import shipped, shipped_folder
 from paceline.models.loading import Checkpoint, open_checkpoint
 from paceline.models.tokenizer import Tokenizer, first_mismatch
 from paceline.registry_heads import head_tree, is_head, plan_head
@@ -236,6 +236,14 @@ def _plan_head(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> Dra
     plan = plan_head(spec.name, head_tree(spec.tree), stored=stored, target=target, config=config)
     tree = None if plan.nodes is None else TreePlan(Beam(nodes=plan.nodes), sampled=False)
     return DraftPlan(build=plan.build, memory=plan.memory, tree=tree, notes=plan.notes)
+
+
+def best_shipped(model: str, folder: Path | None = None) -> str:
+    """The best draft that needs no download: n-grams, and the EAGLE-3 head that comes with
+    the package (`folder`: other than the package's) where there is one for the catalog
+    name."""
+    known = any(t == model and kind == "eagle3" for t, kind, _ in shipped(folder))
+    return f"{NGRAM_FIRST}eagle3" if known else "ngram"
 
 
 def is_layerskip(name: str) -> bool:

@@ -27,7 +27,7 @@ from paceline.draft.none import NoDrafter
 from paceline.errors import UserError
 from paceline.models.config import from_hf
 from paceline.models.heads.formats import HeadNotes, save_head
-from paceline.registry import DraftSpec
+from paceline.registry import DraftSpec, best_shipped
 from paceline.registry_heads import HeadTree, assumed_accuracy, head_tree, plan_head
 from paceline.types import SamplingParams
 
@@ -109,6 +109,14 @@ def test_what_is_not_shipped_is_named(monkeypatch, tmp_path: Path) -> None:
     save_head(head, tmp_path / "tiny" / "eagle1", notes=HeadNotes(target="tiny"))
     assert plan("eagle1").nodes is None
     assert plan("eagle2").nodes is not None  # the same head, growing trees
+
+
+def test_the_best_draft_without_a_download(tmp_path: Path) -> None:
+    save_head(random_medusa(TARGET), tmp_path / "tiny" / "medusa")
+    assert best_shipped("tiny", tmp_path) == "ngram"
+    save_head(random_eagle(eagle_config("eagle3", 90), TARGET), tmp_path / "tiny" / "eagle3")
+    assert best_shipped("tiny", tmp_path) == "ngram+eagle3"
+    assert best_shipped("other", tmp_path) == "ngram"
 
 
 def test_a_missing_calibration_is_said(folders, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from paceline.api import LLM
 from paceline.cli import common as c
+from paceline.registry import best_shipped
 from paceline.types import RequestOutput, SamplingParams
 
 _CODE = '''\
@@ -84,7 +85,15 @@ def _speed(outputs: list[RequestOutput]) -> float:
 
 def demo(
     model: c.Model = c.DEFAULT_MODEL,
-    draft: c.Draft = "ngram",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            "-d",
+            help="As of generate.",
+            show_default="ngram+eagle3 where a head ships for the model, else ngram",
+        ),
+    ] = None,
     policy: c.Policy = "adaptive",
     k: c.K = None,
     max_tokens: c.MaxTokens = 192,
@@ -95,6 +104,7 @@ def demo(
     device: c.Device = "auto",
 ) -> None:
     """Decode an ordinary and a copy-heavy prompt plainly and speculatively; compare."""
+    draft = draft or best_shipped(model)
     llm = c.load(model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
     comparisons = []
     with Progress(
