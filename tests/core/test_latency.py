@@ -125,8 +125,20 @@ def test_draft_cost_of_unequal_budgets():
     assert cost(2, [10]) == pytest.approx(0.5 + 4.0 + 1.0 + 0.01 * 20)
     assert cost([3, 1, 2], [10, 0, 0]) == pytest.approx(0.5 + 4.0 + 2.0 + 1.0 + 0.01 * 30)
     assert cost([3, 1], [0, 0], "sampled") == pytest.approx(cost([3, 1], [0, 0]) + 0.004)
+    mixed = cost([3, 1], [0, 0], ["greedy", "sampled"])
+    assert mixed == pytest.approx(cost([3, 1], [0, 0]) + 0.001)
     assert cost.catch_up(1) == 0.0
     assert cost.catch_up(100) == pytest.approx(9.0)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_draft_cost_is_the_sum_over_depths(budgets):
+    step = Curve(xs=(1.0, 3.0), ys=(1.0, 2.5))
+    cost = DraftCost(first=Curve.level(4.0), step=step)
+    depths = range(1, max(budgets))
+    steps = sum(step(sum(b > depth for b in budgets)) for depth in depths)
+    expected = 4.0 + steps if any(budgets) else 0.0
+    assert cost(budgets, [0] * len(budgets)) == pytest.approx(expected)
 
 
 def test_host_cost_by_mode():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from paceline.core.latency import Curve, DraftCost, HostCost, Profile, TargetCost
+from paceline.core.latency import Curve, DraftCost, HostCost, Profile, TargetCost, mode_of
 from paceline.draft.base import Arm
 from paceline.draft.none import NoDrafter
 from paceline.engine.policy import BudgetPolicy, Part, Round
@@ -82,8 +82,8 @@ class SimDrafter(NoDrafter):
 
 @dataclass
 class Simulation:
-    """speed(t): a factor on all costs at simulated time t. noise: on each round's. work:
-    seconds without these factors, by which runs can be compared."""
+    """speed(t): a factor on all costs at simulated time t. noise: on each round's. temperature:
+    of all requests. work: seconds without these factors, by which runs can be compared."""
 
     true: Profile
     drafter: SimDrafter
@@ -92,6 +92,7 @@ class Simulation:
     rng: np.random.Generator
     noise: tuple[float, float] = (1.0, 1.0)
     speed: Callable[[float], float] = lambda t: 1.0
+    temperature: float = 0.0
     now: float = 0.0
     work: float = 0.0
     tokens: int = 0
@@ -99,10 +100,10 @@ class Simulation:
 
     def run(self, requests: Iterable[tuple[float, int, int]], max_batch: int = 16) -> float:
         """(arrival, prompt length, output length) of requests; seconds until all ended."""
-        waiting = [
-            (at, Sequence(i, Request(prompt=(1,) * n, params=SamplingParams(max_tokens=m)), i))
-            for i, (at, n, m) in enumerate(requests)
-        ]
+        waiting = []
+        for i, (at, n, m) in enumerate(requests):
+            params = SamplingParams(max_tokens=m, temperature=self.temperature)
+            waiting.append((at, Sequence(i, Request(prompt=(1,) * n, params=params), i)))
         running: list[Sequence] = []
         begin = self.now
         while waiting or running:
@@ -136,7 +137,8 @@ class Simulation:
         t_draft = 0.0
         for name, asked in by_drafter.items():
             cost = self.true.drafts[name]
-            t_draft += cost([k for k, _, _ in asked], [c for _, c, _ in asked])
+            mode = mode_of(self.temperature)
+            t_draft += cost([k for k, _, _ in asked], [c for _, c, _ in asked], mode)
             t_draft += cost.catch_up(sum(lag for _, _, lag in asked if lag > 2))
         rows = [s.pending + k for s, (k, _) in zip(running, drafted, strict=True)]
         t_pass = self.true.target(rows, [s.computed for s in running])

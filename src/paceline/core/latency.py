@@ -150,18 +150,24 @@ class DraftCost:
     sampling: float = 0.0
     feed: Curve = field(default_factory=lambda: Curve.level(0.0))
 
-    def __call__(self, k: int | Seq[int], contexts: Seq[int], mode: str = "greedy") -> float:
-        """k: draft tokens of every sequence, or of each. Sequences with none take no part;
-        without any draft token at all it is `idle`."""
+    def __call__(
+        self, k: int | Seq[int], contexts: Seq[int], mode: str | Seq[str] = "greedy"
+    ) -> float:
+        """k, mode: draft tokens and mode (`MODES`) of every sequence, or of each. Sequences
+        without draft tokens take no part; without any at all it is `idle`."""
         budgets = [k] * len(contexts) if isinstance(k, int) else list(k)
-        longest = max(budgets, default=0)
-        if longest == 0:
+        asked = sorted(b for b in budgets if b > 0)
+        if not asked:
             return self.idle
-        total = self.fixed + self.first(sum(b > 0 for b in budgets))
-        for depth in range(1, longest):
-            total += self.step(sum(b > depth for b in budgets))
-        if mode == "sampled":
-            total += self.sampling * sum(budgets)
+        total, depth = self.fixed + self.first(len(asked)), 1
+        for i, budget in enumerate(asked):
+            if budget > depth:  # tokens that this sequence and the longer ones have
+                total += (budget - depth) * self.step(len(asked) - i)
+                depth = budget
+        if mode != "greedy":
+            modes = [mode] * len(budgets) if isinstance(mode, str) else mode
+            drawn = sum(b for b, m in zip(budgets, modes, strict=True) if m == "sampled")
+            total += self.sampling * drawn
         reading = sum(b * c for b, c in zip(budgets, contexts, strict=True))
         return total + self.per_entry * reading
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from paceline.core.latency import Profile
+from paceline.core.latency import Profile, mode_of
 from paceline.draft.base import Arm, Drafter, arms_of
 from paceline.draft.coupling import unsteady
 from paceline.engine.acceptance import Acceptance
@@ -75,11 +75,13 @@ class AdaptiveConfig:
 
 @dataclass(frozen=True)
 class _Choice:
-    """For one sequence: who may propose and how much. free: whether this policy decided."""
+    """For one sequence: who may propose and how much. free: whether this policy decided.
+    mode: of its costs."""
 
     arm: Arm | None
     budget: int
     free: bool
+    mode: str
 
 
 @dataclass(frozen=True)
@@ -200,13 +202,13 @@ class AdaptivePolicy:
 
     def _given(self, seq: Sequence) -> _Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
-        k = seq.params.k
+        k, mode = seq.params.k, mode_of(seq.params.temperature)
         if k is None and unsteady(seq.params):
             k = min(STEADY_K, self.config.most)
         if k is None:
-            return _Choice(None, 0, True)
+            return _Choice(None, 0, True, mode)
         arms = arms_of(self._drafter, seq) if k > 0 else ()
-        return _Choice(arms[0] if arms else None, k, False)
+        return _Choice(arms[0] if arms else None, k, False, mode)
 
     def _arms(self, seq: Sequence) -> list[Arm]:
         """What may be drafted for a sequence, within its limits."""
@@ -219,13 +221,12 @@ class AdaptivePolicy:
 
     def _work(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> Work:
         chosen = [choices[s.id] for s in seqs]
-        drawn = any(not s.params.greedy for s in seqs)
         return Work(
             budgets=tuple(c.budget if c.arm else 0 for c in chosen),
             drafters=tuple(c.arm.drafter if c.arm else None for c in chosen),
             lags=tuple(c.arm.lag if c.arm else 0 for c in chosen),
             contexts=tuple(s.computed for s in seqs),
-            mode="sampled" if drawn else "greedy",
+            modes=tuple(c.mode for c in chosen),
         )
 
     def _as_plan(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> _Plan:
@@ -245,13 +246,13 @@ class AdaptivePolicy:
         work = base.work
         most = sum(max((a.most for a in arms[s.id]), default=0) for s in free)
         by_rows = self.costs.per_row(len(seqs), work.contexts, most, work.mode)
-        picked, gains = self._pick(free, arms, by_rows, price, work)
+        picked, gains = self._pick(free, arms, by_rows, price, base)
         if not picked:
             return base
         plans = []
         if len(picked) == 1:
             ((i, arm),) = picked.items()
-            drafting = self._drafting(arm, len(gains[i]), work)
+            drafting = self._drafting(arm, len(gains[i]), work, base.choices[i].mode)
             k, _ = best_length(gains[i], drafting, by_rows, price)
             plans.append(self._price(seqs, picked, {i: k}, gains, base, price))
         else:
@@ -274,31 +275,32 @@ class AdaptivePolicy:
         arms: dict[int, list[Arm]],
         by_rows: list[float],
         price: float,
-        work: Work,
+        base: _Plan,
     ) -> tuple[dict[int, Arm], dict[int, list[float]]]:
         """For each sequence the arm that promises most, were it alone in drafting, and what
         its nodes are expected to bring."""
         deepest = max((a.most for many in arms.values() for a in many), default=0)
-        alone: dict[str, list[float]] = {}
+        alone: dict[tuple[str, str], list[float]] = {}
         picked, gains = {}, {}
         for s in free:
-            best = -float("inf")
+            best, mode = -float("inf"), base.choices[s.id].mode
             for arm in arms[s.id]:
                 found = self.acceptance.of(s.id, arm).gains(arm.most)
                 promise = 0.0
                 if len(arms[s.id]) > 1:
-                    if arm.drafter not in alone:
-                        alone[arm.drafter] = self._drafting(arm, deepest, work)
-                    _, promise = best_length(found, alone[arm.drafter], by_rows, price)
+                    kind = (arm.drafter, mode)
+                    if kind not in alone:
+                        alone[kind] = self._drafting(arm, deepest, base.work, mode)
+                    _, promise = best_length(found, alone[kind], by_rows, price)
                     promise -= price * self._investment(s, arm)
                 if promise > best:
                     best, picked[s.id], gains[s.id] = promise, arm, found
         return picked, gains
 
-    def _drafting(self, arm: Arm, most: int, work: Work) -> list[float]:
+    def _drafting(self, arm: Arm, most: int, work: Work, mode: str) -> list[float]:
         """Seconds of drafting 1, 2, ... `most` nodes for one sequence alone."""
         context = sum(work.contexts) // len(work.contexts)
-        return [self.costs.alone(arm.drafter, k, context) for k in range(1, most + 1)]
+        return [self.costs.alone(arm.drafter, k, context, mode) for k in range(1, most + 1)]
 
     def _investment(self, seq: Sequence, arm: Arm) -> float:
         """Seconds a round of what catching up takes, over the rounds that it will serve."""
@@ -319,7 +321,7 @@ class AdaptivePolicy:
     ) -> _Plan:
         choices = dict(base.choices)
         for i, k in budgets.items():
-            choices[i] = _Choice(picked[i], k, True)
+            choices[i] = _Choice(picked[i], k, True, base.choices[i].mode)
         plan = self._as_plan(seqs, choices)
         late = {s: picked[s.id] for s in seqs if s.id in budgets and picked[s.id].lag > 2}
         catching_up = sum(self.costs.catching_up(a.drafter, a.lag) for a in late.values())
@@ -379,7 +381,8 @@ class AdaptivePolicy:
             if not probe.due and not self._on_trial(name):
                 continue
             k = min(probe.size, arm.most)
-            plan = self._as_plan(seqs, {**chosen.choices, seq.id: _Choice(arm, k, True)})
+            choice = _Choice(arm, k, True, chosen.choices[seq.id].mode)
+            plan = self._as_plan(seqs, {**chosen.choices, seq.id: choice})
             plan = replace(plan, catching_up=self.costs.catching_up(name, arm.lag))
             if self._permitted(plan, base, [seq]):
                 self._probing = (seq.id, name)
@@ -419,13 +422,13 @@ class AdaptivePolicy:
 
     def _done(self, parts: Seq[Part], plan: _Plan) -> Work:
         """The work that was really done."""
-        chosen = [plan.choices[p.seq_id].arm for p in parts]
+        chosen = [plan.choices[p.seq_id] for p in parts]
         return Work(
             budgets=tuple(p.drafted for p in parts),
-            drafters=tuple(a.drafter if a else None for a in chosen),
-            lags=tuple(a.lag if a else 0 for a in chosen),
+            drafters=tuple(c.arm.drafter if c.arm else None for c in chosen),
+            lags=tuple(c.arm.lag if c.arm else 0 for c in chosen),
             contexts=tuple(p.context for p in parts),
-            mode=plan.work.mode,
+            modes=tuple(c.mode for c in chosen),
         )
 
     def _charge(self, parts: Seq[Part], plan: _Plan, work: Work, done: Round) -> None:
@@ -451,7 +454,7 @@ class AdaptivePolicy:
             else:
                 self.ledger.record(seconds, share * sum(p.emitted for p in parts))
         if not forced:
-            self._rates.add(len(parts), share * sum(p.emitted for p in parts), done.seconds)
+            self._rates.add(len(parts), sum(p.emitted for p in parts), share, done.seconds)
 
     def _count(self, parts: Seq[Part], plan: _Plan) -> None:
         drafters = set()

@@ -81,13 +81,18 @@ def size_class(n: int) -> int:
 class Work:
     """What a round does. budgets: nodes of each sequence; drafters: who proposes them (None
     for none); lags: committed tokens that each would have to read; contexts: cache entries;
-    mode: of the host cost."""
+    modes: how each draws its tokens (`core.latency.MODES`)."""
 
     budgets: tuple[int, ...]
     drafters: tuple[str | None, ...]
     lags: tuple[int, ...]
     contexts: tuple[int, ...]
-    mode: str
+    modes: tuple[str, ...]
+
+    @property
+    def mode(self) -> str:
+        """Of the host cost: one sequence that samples is enough."""
+        return "sampled" if "sampled" in self.modes else "greedy"
 
     @property
     def extra(self) -> int:
@@ -136,9 +141,10 @@ class Costs:
             for name, (longest, seconds) in self._drafts(work).items()
         )
 
-    def alone(self, drafter: str, k: int, context: int) -> float:
+    def alone(self, drafter: str, k: int, context: int, mode: str) -> float:
         """T_q of k tokens for one sequence that lacks nothing."""
-        return self.speed * self._factor(drafter, k) * self.draft_cost(drafter)(k, [context])
+        seconds = self.draft_cost(drafter)(k, [context], mode)
+        return self.speed * self._factor(drafter, k) * seconds
 
     def catching_up(self, drafter: str, lag: int) -> float:
         """The part of T_q that reads what one sequence's draft lacks beyond a round's."""
@@ -180,7 +186,8 @@ class Costs:
                 continue
             cost = self.draft_cost(name)
             budgets = [work.budgets[i] for i in who]
-            seconds = cost(budgets, [work.contexts[i] for i in who])
+            contexts, modes = [work.contexts[i] for i in who], [work.modes[i] for i in who]
+            seconds = cost(budgets, contexts, modes)
             lag = sum(work.lags[i] for i in who if work.lags[i] > 2)
             found[name] = (max(budgets), seconds + cost.catch_up(lag))
         return found

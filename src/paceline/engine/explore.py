@@ -84,20 +84,25 @@ class Lengths:
 
 @dataclass
 class Rates:
-    """Running speed-up over plain decoding, by batch size."""
+    """Running speed-up over plain decoding, by batch size; never more than tau, whatever a
+    plain step is believed to take."""
 
     got: dict[int, float] = field(default_factory=dict)
     paid: dict[int, float] = field(default_factory=dict)
+    tau: dict[int, float] = field(default_factory=dict)
 
-    def add(self, batch: int, plain: float, seconds: float) -> None:
+    def add(self, batch: int, emitted: int, share: float, seconds: float) -> None:
+        """A round of so many tokens, each of which takes `share` seconds plainly."""
         key = size_class(batch)
-        self.got[key] = RATE_KEEP * self.got.get(key, 0.0) + plain
+        self.got[key] = RATE_KEEP * self.got.get(key, 0.0) + share * emitted
         self.paid[key] = RATE_KEEP * self.paid.get(key, 0.0) + seconds
+        tau = self.tau.get(key, 1.0)
+        self.tau[key] = RATE_KEEP * tau + (1.0 - RATE_KEEP) * emitted / batch
 
     def speedup(self, batch: int) -> float:
         key = size_class(batch)
         paid = self.paid.get(key, 0.0)
-        return max(1.0, self.got[key] / paid) if paid > 0.0 else 1.0
+        return max(1.0, min(self.got[key] / paid, self.tau[key])) if paid > 0.0 else 1.0
 
 
 @dataclass

@@ -1,0 +1,81 @@
+"""What the policy expects a round to take: the latency model's formula, term by term."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from simulated import MODEL, SimDrafter, Simulation, profile
+
+from paceline.core.latency import DraftCost, Profile, round_seconds
+from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.costs import Costs, Work
+from paceline.engine.explore import Rates
+
+BUDGETS, CONTEXTS = (4, 1, 0, 2), (100, 50, 200, 10)
+
+
+def sampling(seconds: float) -> Profile:
+    return profile(model=replace(MODEL, sampling=seconds))
+
+
+def work(modes: tuple[str, ...]) -> Work:
+    return Work(
+        budgets=BUDGETS, drafters=("model",) * 4, lags=(1,) * 4, contexts=CONTEXTS, modes=modes
+    )
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_a_round_takes_what_the_latency_model_says(mode: str) -> None:
+    known = sampling(1e-3)
+    expected = round_seconds(known, "model", BUDGETS, CONTEXTS, mode)
+    assert Costs(known).of(work((mode,) * 4)) == pytest.approx(expected)
+    alone = Costs(known).alone("model", 3, 70, mode)
+    assert alone == pytest.approx(known.drafts["model"](3, [70], mode))
+
+
+def test_in_a_mixed_batch_those_that_sample_pay_for_sampling() -> None:
+    costs = Costs(sampling(1e-3))
+    mixed = costs.drafting(work(("sampled", "greedy", "greedy", "sampled")))
+    greedy, sampled = (costs.drafting(work((m,) * 4)) for m in ("greedy", "sampled"))
+    assert mixed - greedy == pytest.approx(1e-3 * (4 + 2))
+    assert sampled - greedy == pytest.approx(1e-3 * sum(BUDGETS))
+
+
+def long_rounds(temperature: float, cost: DraftCost) -> int:
+    """Rounds of one request that draft more than one token."""
+    true, drafter = profile(model=cost), SimDrafter(["model"])
+    policy = AdaptivePolicy(true, drafter, clock=lambda: 0.0)
+    rng = np.random.default_rng(1)
+    run = Simulation(true, drafter, lambda i, t, d: 0.8, policy, rng, temperature=temperature)
+    run.run([(0.0, 8, 60)])
+    drafted = policy.usage()["drafted_histogram"]
+    assert isinstance(drafted, dict)
+    return sum(n for k, n in drafted.items() if int(k) > 1)
+
+
+def test_a_request_that_samples_drafts_less_where_sampling_is_dear() -> None:
+    """3 ms a token on top of 3: no second token pays. Whoever leaves that out drafts two and
+    three in ten rounds, until its corrections have seen enough."""
+    cost = replace(MODEL, sampling=3e-3)
+    assert long_rounds(0.0, cost) >= 10
+    assert long_rounds(1.0, cost) <= 3
+    assert long_rounds(1.0, MODEL) >= 10
+
+
+def test_a_speed_up_is_never_more_than_tau():
+    """Plain steps that were measured while something else ran look slow; what was gained over
+    them is then absurd, and must not keep plain steps from being measured again."""
+    rates = Rates()
+    assert rates.speedup(1) == 1.0
+    for _ in range(200):
+        rates.add(1, 1, share=1.0, seconds=0.01)
+    assert rates.speedup(1) == 1.0
+    for _ in range(200):
+        rates.add(1, 3, share=1.0, seconds=0.01)
+    assert rates.speedup(1) == pytest.approx(3.0, rel=0.05)
+    rates = Rates()
+    for _ in range(200):
+        rates.add(1, 3, share=0.01, seconds=0.02)
+    assert rates.speedup(1) == pytest.approx(1.5, rel=0.05)
