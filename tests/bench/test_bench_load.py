@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench_devices as b
 import pytest
 
-from paceline.bench.load import RunTrace, closed_loop, open_loop, poisson_arrivals
+from paceline.bench.load import RunTrace, changing_loop, closed_loop, open_loop, poisson_arrivals
 from paceline.errors import UserError
 from paceline.types import Request, SamplingParams
 
@@ -36,6 +36,34 @@ def test_a_closed_loop_keeps_its_number_in_flight(concurrency: int) -> None:
     # Eight passes of 10 ms a request, `concurrency` requests side by side.
     waves = -(-9 // concurrency)
     assert trace.elapsed == pytest.approx(waves * 8 * 0.010)
+
+
+def test_a_loop_changes_its_size_under_way() -> None:
+    """1, 4 and 1 in flight; each phase begins in the middle of a request of 8 tokens."""
+    clock = b.FakeClock()
+    s = b.subject("none", clock)
+    first, middle, last = changing_loop(
+        s.engine, requests(3), [(1, 12), (4, 40), (1, 6)], clock=clock
+    )
+    assert [counts for _, counts in (first, middle, last)] == [
+        list(range(13)), list(range(0, 41, 4)), list(range(7))
+    ]  # fmt: skip
+    for times, counts in (first, middle, last):
+        assert times == pytest.approx([0.010 * i for i in range(len(counts))])
+    assert s.engine.idle
+    assert s.engine.scheduler.allocator.n_used == 0
+
+
+def test_when_load_falls_the_oldest_request_goes_on() -> None:
+    """It alone is not read anew: a prompt of 12 tokens costs a pass of 12 rows."""
+    clock = b.FakeClock()
+    s = b.subject("none", clock, cost=lambda rows: 0.001 * rows)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    many = [Request(prompt=(1 + i,) * 12, params=params) for i in range(3)]
+    _, (times, counts) = changing_loop(s.engine, many, [(3, 9), (1, 6)], clock=clock)
+    # Five tokens more of the oldest one, a token a row; then the next request is read.
+    assert counts == list(range(7))
+    assert times == pytest.approx([0.0, 0.001, 0.002, 0.003, 0.004, 0.005, 0.017])
 
 
 def test_results_stand_in_the_order_of_the_requests() -> None:

@@ -24,7 +24,7 @@ from paceline.errors import UserError
 from paceline.models.base import TargetModel
 from paceline.models.catalog import CATALOG, cached
 from paceline.models.heads.shipped import KINDS
-from paceline.models.loading import Checkpoint, open_checkpoint
+from paceline.models.loading import Checkpoint, OnPack, open_checkpoint
 from paceline.models.memory import available_bytes, check_memory
 from paceline.models.native import NativeModel
 from paceline.models.tokenizer import first_mismatch
@@ -115,11 +115,12 @@ def open_bench(
     device: str = "auto",
     config: EngineConfig | None = None,
     memory_limit: int | None = None,
+    on_pack: OnPack | None = None,
 ) -> Bench:
     """Load the target and all drafters. UserError where one does not fit, before any weights
-    are read."""
+    are read. on_pack: as of `LLM`."""
     config = config or EngineConfig()
-    target = open_checkpoint(question.model, dtype=dtype, device=device)
+    target = open_checkpoint(question.model, dtype=dtype, device=device, on_pack=on_pack)
     names = question.drafts or available_drafts(target, config)
     plans = {n: plan_drafter(spec_of(n), target, config) for n in dict.fromkeys(names)}
     limit = available_bytes(target.device) if memory_limit is None else memory_limit

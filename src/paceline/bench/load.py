@@ -1,6 +1,7 @@
 """Requests in time: what is sent when, and when each token came.
 
 Closed loop: `concurrency` requests are always in flight; when one ends the next is sent.
+Their number may change under way.
 Open loop: requests arrive at random times whether or not earlier ones are done (Poisson), so
 that queueing shows. Both step the engine in this thread, so a trace holds no other waiting
 than the engine's own.
@@ -72,6 +73,7 @@ class _Run:
         self.engine, self.requests, self.clock = engine, requests, clock
         self.live: dict[int, _Live] = {}
         self.done: dict[int, RequestTrace] = {}
+        self.tokens = 0
         self.kv = KvSamples()
         engine.stats = EngineStats()  # peaks and times of this run alone
 
@@ -85,6 +87,7 @@ class _Run:
         self._sample()
         for output in outputs:
             live = self.live[output.request_id]
+            self.tokens += len(output.tokens)
             if output.tokens:
                 live.times.append(now)
                 live.counts.append(len(output.tokens))
@@ -108,10 +111,12 @@ class _Run:
         self.kv.draft_used += draft
         self.kv.draft_peak = max(self.kv.draft_peak, draft)
 
-    def abandon(self) -> None:
-        """End what is in flight, so that the engine can go on after an interruption."""
-        for request_id in self.live:
+    def abandon(self, kept: int = 0) -> None:
+        """End what is in flight but the oldest `kept`; all of it, so that the engine can go on
+        after an interruption."""
+        for request_id in list(self.live)[kept:]:
             self.engine.forget(request_id)
+            del self.live[request_id]
 
     def trace(self, elapsed: float) -> RunTrace:
         stats = self.engine.stats
@@ -142,6 +147,39 @@ def closed_loop(
     finally:
         run.abandon()
     return run.trace(clock() - start)
+
+
+def changing_loop(
+    engine: Engine,
+    requests: Seq[Request],
+    phases: Seq[tuple[int, int]],
+    *,
+    clock: Clock = time.perf_counter,
+) -> list[tuple[list[float], list[int]]]:
+    """A closed loop whose size changes under way. For each phase, the seconds and the tokens of
+    all requests since it began: 0 at first, then after each step.
+
+    phases: requests in flight, and the tokens with which that ends (a step may bring more). Then
+    load rises at once, or falls at once: the oldest requests go on, the others are dropped.
+    Requests are sent in turn, over and over. UserError where one fails.
+    """
+    run, sent, found = _Run(engine, requests, clock), 0, []
+    try:
+        for in_flight, tokens in phases:
+            run.abandon(in_flight)
+            start, before = clock(), run.tokens
+            times, counts = [0.0], [0]
+            while counts[-1] < tokens:
+                while len(run.live) < in_flight:
+                    run.send(sent % len(requests), clock())
+                    sent += 1
+                run.step()
+                times.append(clock() - start)
+                counts.append(run.tokens - before)
+            found.append((times, counts))
+    finally:
+        run.abandon()
+    return found
 
 
 def poisson_arrivals(n: int, rate: float, seed: int) -> list[float]:

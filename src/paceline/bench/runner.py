@@ -102,6 +102,9 @@ class Watcher:
 
     def doing(self, what: str) -> None: ...
 
+    def packing(self, name: str, share: float) -> None:
+        """Of a model's weights, at its first start: `on_pack` of `LLM`."""
+
     def advance(self, requests: int) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -241,6 +244,7 @@ class Runner:
             engine=s.engine,
             memory_limit=s.memory_limit,
             policy="adaptive" if adaptive else "fixed",
+            on_pack=self.watcher.packing,
         )
 
     def _subject(self, llm: LLM, jobs: list[_Job]) -> Subject:

@@ -168,13 +168,14 @@ def _measure(
 ) -> tuple[Trace, Profile]:
     """A trace, and this machine's costs where none are given."""
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    with c.status(f"loading {question.model} and its drafters"):
+    with c.loading(question.model, "its drafters") as on_pack:
         bench = advisor.open_bench(
             question,
             dtype=dtype,
             device=device,
             config=EngineConfig(kv_tokens=kv_tokens),
             memory_limit=limit,
+            on_pack=on_pack,
         )
     with Progress(
         TextColumn("{task.description:<40}"), BarColumn(), TimeRemainingColumn(), console=c.console

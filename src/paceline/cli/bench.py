@@ -239,6 +239,7 @@ class _Screen(Watcher):
             console=c.console,
         )
         self._task = self._progress.add_task("", total=None)
+        self._what = ""
         self._seen: set[str] = set()
 
     def __enter__(self) -> _Screen:
@@ -254,7 +255,11 @@ class _Screen(Watcher):
             self._say(f"{finished} cells were measured earlier and are kept")
 
     def doing(self, what: str) -> None:
+        self._what = what
         self._progress.update(self._task, description=what)
+
+    def packing(self, name: str, share: float) -> None:
+        self._progress.update(self._task, description=c.packing(name, share) or self._what)
 
     def advance(self, requests: int) -> None:
         self._progress.advance(self._task, requests)

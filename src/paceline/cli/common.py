@@ -16,6 +16,7 @@ from rich.text import Text
 from paceline.api import LLM
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
+from paceline.models.loading import OnPack
 from paceline.models.memory import parse_bytes
 from paceline.types import RequestOutput, TokenOut
 
@@ -150,18 +151,8 @@ def load(
     """An LLM from command-line values, with a note while it loads. options: as of `LLM`."""
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     engine = EngineConfig(kv_tokens=kv_tokens)
-    loading = f"loading {model}" + ("" if draft in ("none", "ngram") else f" and {draft}")
-    with status(loading) as say:
-        llm = LLM(
-            model,
-            draft=draft,
-            engine=engine,
-            memory_limit=limit,
-            on_pack=lambda name, share: say(
-                loading if share == 1 else f"packing {name}, this once: {share:.0%}"
-            ),
-            **options,
-        )
+    with loading(model, draft) as on_pack:
+        llm = LLM(model, draft=draft, engine=engine, memory_limit=limit, on_pack=on_pack, **options)
     for note in llm.notes:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     return llm
@@ -187,6 +178,21 @@ def text_or_file(value: str | None) -> str | None:
         return Path(value[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"file '{value[1:]}' can't be read: {e}") from None
+
+
+@contextmanager
+def loading(model: str, *drafts: str) -> Iterator[OnPack]:
+    """A spinner that says what is being loaded, and how far it is packed where what this
+    gives is told."""
+    names = (model, *(d for d in drafts if d not in ("none", "ngram")))
+    text = f"loading {' and '.join(names)}"
+    with status(text) as say:
+        yield lambda name, share: say(packing(name, share) or text)
+
+
+def packing(name: str, share: float) -> str:
+    """Where weights are being packed, once for all starts; empty when it is done."""
+    return "" if share == 1 else f"packing {name}, this once: {share:.0%}"
 
 
 @contextmanager

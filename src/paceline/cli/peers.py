@@ -91,7 +91,7 @@ def peers(
         key_env=peer_key_env,
         dtype=peer_dtype,
     )
-    with c.status(f"loading {model}"):
+    with c.loading(model, draft) as on_pack:
         llm = LLM(
             model,
             draft=draft,
@@ -101,6 +101,7 @@ def peers(
             device=device,
             engine=EngineConfig(kv_tokens=kv_tokens, prefix_cache=False),
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            on_pack=on_pack,
         )
     chosen = peer_prompts(llm, workload, prompts=prompts, max_tokens=max_tokens, seed=seed)
     run = provenance(0, threads=options.threads, bandwidth=None)

@@ -89,8 +89,10 @@ def capture(
         prefix_cache=False,
     )
     limit = None if memory_limit is None else parse_bytes(memory_limit)
-    with c.status(f"loading {model}"):
-        llm = LLM(model, dtype=dtype, device=device, engine=engine, memory_limit=limit)
+    with c.loading(model) as on_pack:
+        llm = LLM(
+            model, dtype=dtype, device=device, engine=engine, memory_limit=limit, on_pack=on_pack
+        )
     before, began = writer.tokens, time.perf_counter()
     bar = progress_bar()
     task = bar.add_task("capturing", total=tokens, completed=before, note="")

@@ -71,13 +71,14 @@ def layerskip(
             f"are known beforehand; with {trials} trials it has none",
             highlight=False,
         )
-    with c.status(f"loading {model}"):
+    with c.loading(model) as on_pack:
         llm = open_self(
             model,
             n_layers=target.config.n_layers,
             kv_tokens=kv_tokens,
             dtype=dtype,
             device=device,
+            on_pack=on_pack,
         )
     tokens = [_tokens(llm, s) for s in found]
     with _Bars() as bars:

@@ -34,7 +34,7 @@ from paceline.draft.layerskip import (
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
 from paceline.models.base import LayerMask
-from paceline.models.loading import Checkpoint
+from paceline.models.loading import Checkpoint, OnPack
 from paceline.train.layerskip_screen import Costs, Screen, Text, measure_costs
 from paceline.train.layerskip_search import (
     Progress,
@@ -167,9 +167,15 @@ def find_mask(
 
 
 def open_self(
-    model: str, *, n_layers: int, kv_tokens: int, dtype: str = "auto", device: str = "auto"
+    model: str,
+    *,
+    n_layers: int,
+    kv_tokens: int,
+    dtype: str = "auto",
+    device: str = "auto",
+    on_pack: OnPack | None = None,
 ) -> LLM:
-    """A model with a layer-skip drafter, whose mask skips nothing yet."""
+    """A model with a layer-skip drafter, whose mask skips nothing yet. on_pack: as of `LLM`."""
     nothing = MaskFile(
         target=MaskTarget(name=model, n_layers=n_layers, size=0, sha256=""),
         skip_attention=(),
@@ -185,6 +191,7 @@ def open_self(
             dtype=dtype,
             device=device,
             engine=EngineConfig(kv_tokens=kv_tokens, prefix_cache=False),
+            on_pack=on_pack,
         )
 
 
