@@ -20,7 +20,7 @@ from paceline.models.config import from_hf
 from paceline.models.decoder import TorchDecoder, build_decoder
 from paceline.models.heads import EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from paceline.models.heads.calibration import Accuracy
-from paceline.models.heads.runtime import EagleRunner, Kernels, MedusaRunner
+from paceline.models.heads.runtime import Kernels, MedusaRunner, eagle_runner
 from paceline.models.native import NativeModel
 from paceline.types import Request, RequestOutput, SamplingParams, Sequence
 
@@ -185,7 +185,7 @@ def eagle(
     head = head or random_eagle(eagle_config(kind, draft), target)
     return EagleDrafter(
         head.config,
-        lambda model: EagleRunner(head, model, kernels),  # type: ignore[arg-type]
+        lambda model: eagle_runner(head, model, kernels),  # type: ignore[arg-type]
         shape=shape,
         sampled=sampled,
         block_size=4,

@@ -18,7 +18,7 @@ from paceline.models.heads.config import EagleConfig, MedusaConfig
 from paceline.models.heads.eagle import EagleHead
 from paceline.models.heads.formats import HeadSource
 from paceline.models.heads.medusa import MedusaHeads
-from paceline.models.heads.runtime import EagleRunner, Kernels, MedusaRunner
+from paceline.models.heads.runtime import EagleRunner, Kernels, MedusaRunner, eagle_runner
 from paceline.models.heads.shipped import KINDS, Target, find_head, is_head_folder
 from paceline.models.loading import Checkpoint
 
@@ -114,7 +114,7 @@ def _eagle(
         tables = _tables(model)
         loaded = source.load(tables)
         assert isinstance(loaded.module, EagleHead)
-        return EagleRunner(
+        return eagle_runner(
             loaded.module, tables, Kernels.of(model, stored=stored), loaded.embedding_VD
         )
 

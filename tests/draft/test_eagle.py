@@ -35,7 +35,8 @@ from paceline.draft.none import NoDrafter
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
 from paceline.models.base import TargetModel
-from paceline.models.heads.runtime import EagleRunner, Kernels, Part
+from paceline.models.heads.passes import Part
+from paceline.models.heads.runtime import Kernels, eagle_runner
 from paceline.models.native import is_available
 from paceline.sampling.law import build_laws
 from paceline.types import Request, SamplingParams
@@ -89,25 +90,6 @@ def test_text_on_the_native_core(kind: str, shape) -> None:
         assert ids(run(engine(native, drafter, 5), PROMPTS, params)) == want
 
 
-@needs_core
-@pytest.mark.parametrize("kind", KINDS)
-def test_native_kernels_compute_the_head(kind: str) -> None:
-    """8 bits and bfloat16 against float32: outputs agree to a tenth of their spread."""
-    native = native_target()
-    head = random_eagle(eagle_config(kind, 90), native)
-    taps = torch.randn(9, 96 * len(head.config.taps), generator=torch.Generator().manual_seed(3))
-    with torch.inference_mode():
-        want, _ = head.layer(native.embedding_rows(range(9)), head.fuse(taps), torch.arange(9))
-    bound = 0.1
-    for bits in ("q8", None):
-        runner = EagleRunner(head, native, Kernels(threads=1, body=bits, head=bits))
-        cache = runner.new_cache()
-        got = runner.run([Part(cache, 0, 9)], range(9), runner.fuse(taps), range(9))
-        assert (got - want[-1:]).abs().max() < bound * want.std()
-        logits = head.logits(want[-1:])
-        assert (runner.logits(got) - logits).abs().max() < 2 * bound * logits.std()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_runner_computes_the_module(kind: str, target) -> None:
     """Committed rows in two passes, then scratch rows under a tree's mask."""
@@ -115,23 +97,23 @@ def test_the_runner_computes_the_module(kind: str, target) -> None:
         if kind == "eagle1" and extra:
             continue
         head = random_eagle(eagle_config(kind, 90, **extra), target)
-        runner = EagleRunner(head, target, TORCH)
+        runner = eagle_runner(head, target, TORCH)
         g = torch.Generator().manual_seed(1)
-        feature = runner.fuse(torch.randn(10, 96 * len(head.config.taps), generator=g))
-        mask = torch.ones(3, 10, dtype=torch.bool).tril(7)
-        mask[1, 7] = mask[2, 8] = False
+        taps = torch.randn(10, 96 * len(head.config.taps), generator=g)
+        feature = head.fuse(taps)
         whole = torch.ones(10, 10, dtype=torch.bool).tril()
-        whole[7:] = mask
+        whole[8, 7] = whole[9, 8] = False
         places = [*range(8), 7, 8]
         want, _ = head.layer(
             target.embedding_rows(range(10)), feature, torch.tensor(places), mask_NT=whole
         )
         cache = runner.new_cache()
         for a, b in ((0, 4), (4, 7)):
-            last = runner.run([Part(cache, a, b - a)], range(a, b), feature[a:b], places[a:b])
+            last = runner.feed([Part(cache, a, b - a)], range(a, b), taps[a:b], places[a:b])
             assert torch.allclose(last, want[b - 1 : b], atol=1e-4)
             cache.rows = b
-        rows = runner.run([Part(cache, 7, 3, 3, mask)], range(7, 10), feature[7:], places[7:])
+        part = Part(cache, 7, 3, 3, above=[[], [], [7]])
+        rows = runner.run([part], range(7, 10), feature[7:], places[7:])
         assert torch.allclose(rows, want[7:], atol=1e-4)
         assert torch.allclose(runner.logits(rows), head.logits(want[7:]), atol=1e-4)
 
@@ -398,7 +380,7 @@ def test_sampled_chains_leave_the_law_alone(rule: str, steady) -> None:
 def test_usage_counts_the_heads_cache(target) -> None:
     drafter = EagleDrafter(
         eagle_config("eagle3"),
-        lambda m: EagleRunner(random_eagle(eagle_config("eagle3"), m), m, TORCH),  # type: ignore[arg-type]
+        lambda m: eagle_runner(random_eagle(eagle_config("eagle3"), m), m, TORCH),  # type: ignore[arg-type]
         weight_bytes=1000,
         block_size=4,
     )

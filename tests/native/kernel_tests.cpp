@@ -5,6 +5,7 @@
 // (Debug: with sanitizers, optimising the unrolled kernels takes the compiler many minutes.)
 // Buffers are exactly as large as documented, so a read or write too far is seen. Every path
 // must give the bits of the portable one.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -13,9 +14,11 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "eagle.h"
 #include "half.h"
 #include "layout.h"
 #include "model.h"
+#include "rank.h"
 #include "tiles.h"
 #include "workspace.h"
 
@@ -285,6 +288,139 @@ void test_model() {
   }
 }
 
+// The best of n logits against sorting; ties, and values that are not finite.
+void test_rank() {
+  for (const int n : {1, 5, 16, 17, 255, 256, 300, 1000}) {
+    std::vector<float> x = random_floats(static_cast<std::size_t>(n), 3.0f);
+    for (std::size_t i = 0; i + 3 < x.size(); i += 3) x[i + 1] = x[i];
+    const int best = std::min(n, 20);
+    std::vector<std::int32_t> order;
+    for (int i = 0; i < n; ++i) order.push_back(i);
+    std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+      return x[static_cast<std::size_t>(a)] > x[static_cast<std::size_t>(b)];
+    });
+    double sum = 0;
+    for (const float v : x) sum += std::exp(static_cast<double>(v) / 0.7);
+    std::vector<float> truth;
+    for (const std::string& name : available_paths()) {
+      const Kernels& k = *find_kernels(name);
+      std::vector<float> room(static_cast<std::size_t>(rank_room(n))), scores(static_cast<std::size_t>(best));
+      std::vector<std::int32_t> ids(static_cast<std::size_t>(best));
+      rank(k, x.data(), n, 0.7f, best, room.data(), ids.data(), scores.data());
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        check(ids[i] == order[i], name + ": order of " + std::to_string(n) + " logits");
+        const double want = static_cast<double>(x[static_cast<std::size_t>(ids[i])]) / 0.7 - std::log(sum);
+        check(std::fabs(static_cast<double>(scores[i]) - want) < 1e-4, name + ": log-probability");
+      }
+      if (truth.empty()) truth = scores;
+      check(same(scores, truth), name + ": bits of log-probabilities");
+      for (const float bad : {NAN, INFINITY, -INFINITY}) {
+        std::vector<float> broken = x;
+        broken.back() = bad;
+        rank(k, broken.data(), n, 0.7f, 1, room.data(), ids.data(), scores.data());
+        check(std::isnan(scores[0]), name + ": logits that are not finite");
+      }
+    }
+  }
+}
+
+// An EAGLE layer: more rows than a chunk and a split, then drafts, which must be what passes over
+// single rows give.
+void test_eagle(bool first) {
+  const int D = 64, I = 96, H = 4, K = 2, E = 32, U = 50, V = 70, taps = 3, n = 300;
+  EagleConfig c;
+  c.hidden = D;
+  c.intermediate = I;
+  c.heads = H;
+  c.kv_heads = K;
+  c.head_size = E;
+  c.fused = first ? 2 * D : taps * D;
+  c.first = first;
+  for (int i = 0; i < E / 2; ++i) c.inverse_frequencies.push_back(std::pow(10000.0, -i / 16.0));
+  const Matrix embedding = random_matrix(Q8_SYM, V, D), fc = random_matrix(Q8_SYM, D, c.fused),
+               qkv = random_matrix(Q8_SYM, (H + 2 * K) * E, first ? D : 2 * D),
+               o = random_matrix(DENSE_F32, D, H * E), gate_up = random_matrix(Q8_SYM, 2 * I, D),
+               down = random_matrix(DENSE_BF16, D, I), head = random_matrix(Q4_SUPER, U, D);
+  const std::vector<float> bias = random_floats(static_cast<std::size_t>(D)), norm(static_cast<std::size_t>(c.fused), 1.5f);
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < U; ++i) ids.push_back(i + 7);
+  EagleWeights w;
+  w.embedding = embedding.linear;
+  w.fc = fc.linear;
+  w.qkv = qkv.linear;
+  w.o = o.linear;
+  w.gate_up = gate_up.linear;
+  w.down = down.linear;
+  w.head = head.linear;
+  if (first) w.fc_bias = bias.data();
+  else w.fused_norm = w.input_norm = w.hidden_norm = w.final_norm = norm.data();
+  w.mlp_norm = norm.data();
+  w.target_ids = ids.data();
+  const int width = first ? D : c.fused;
+  const std::vector<float> features = random_floats(static_cast<std::size_t>(n * width));
+  std::vector<float> truth;
+  for (const std::string& name : available_paths()) {
+    for (const int threads : {1, 2, 3}) {
+      EagleLayer layer(c, w, find_kernels(name), threads);
+      EagleCache cache(K, E), other(K, E);
+      EaglePass pass;
+      std::vector<float> out(static_cast<std::size_t>(21 * D));
+      pass.fuse = !first;
+      pass.out = out.data();
+      for (int i = 0; i < n; ++i) {
+        EagleCache* of = i < 280 ? &cache : &other;  // two sequences; of the second, all rows wanted
+        const int slot = i < 280 ? i : i - 280;
+        pass.rows.push_back({of, slot, slot, i % V, features.data() + i * width});
+        if (i >= 279) pass.wanted.push_back({i, slot + 1, {}});
+      }
+      layer.run(pass);
+      cache.rows = 280;
+      other.rows = 20;
+      std::vector<EagleDraft> drafts(2);
+      drafts[0].cache = &cache;
+      drafts[0].hidden = out.data();
+      drafts[1].cache = &other;
+      drafts[1].hidden = out.data() + 20 * D;
+      drafts[0].depth = 4;
+      drafts[1].depth = 3;
+      layer.grow(drafts, 3);
+      std::vector<float> result = out;
+      for (const EagleDraft& d : drafts) {
+        for (const double s : d.scores) result.push_back(static_cast<float>(s));
+        for (const std::int32_t t : d.tokens) result.push_back(static_cast<float>(t));
+        check(d.healthy && d.tokens.size() == (d.depth == 4 ? 31u : 22u), name + ": nodes of a draft");
+      }
+      std::vector<EagleDraft> chain(1);  // against one row after the other
+      chain[0].cache = &cache;
+      chain[0].hidden = out.data();
+      chain[0].depth = 3;
+      layer.grow(chain, 1);
+      std::vector<float> hidden(out.begin(), out.begin() + D), logits(static_cast<std::size_t>(U)), room(rank_room(U));
+      double score = 0;
+      for (int step = 0; step < 3; ++step) {
+        std::int32_t id = 0;
+        float s = 0;
+        layer.logits(hidden.data(), 1, logits.data());
+        rank(*find_kernels(name), logits.data(), U, 1.0f, 1, room.data(), &id, &s);
+        score += static_cast<double>(s);
+        const std::size_t node = static_cast<std::size_t>(step + 1);
+        check(chain[0].tokens[node] == ids[static_cast<std::size_t>(id)] &&
+                  std::memcmp(&chain[0].scores[node], &score, sizeof score) == 0,
+              name + ": a chain is its steps");
+        std::vector<float> next(static_cast<std::size_t>(D));
+        EaglePass one;
+        one.out = next.data();
+        one.rows.push_back({&cache, 280 + step, 280 + step, chain[0].tokens[node], hidden.data()});
+        one.wanted.push_back({0, 281 + step, {}});
+        layer.run(one);
+        hidden = next;
+      }
+      if (truth.empty()) truth = result;
+      check(same(result, truth), name + ": EAGLE layer with " + std::to_string(threads) + " threads");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -292,6 +428,9 @@ int main() {
   test_linear();
   test_attention();
   test_model();
+  test_rank();
+  test_eagle(true);
+  test_eagle(false);
   std::string names;
   for (const std::string& n : available_paths()) names += " " + n;
   std::printf("%d failures; paths:%s\n", failures, names.c_str());

@@ -15,6 +15,7 @@ Legend: N rows, D hidden, U draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ from paceline.core.shapes import Beam
 from paceline.core.tree import TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.coupling import next_token
-from paceline.draft.heads import HeadVocabulary, committed_rows
+from paceline.draft.heads import HeadVocabulary, committed_rows, heat
 from paceline.errors import UserError
 from paceline.models.base import KVStore, TargetModel, TargetOutput
 from paceline.models.heads.config import EagleConfig
-from paceline.models.heads.runtime import EagleRunner, Part, RowCache
+from paceline.models.heads.eagle_native import Ask, NativeEagle
+from paceline.models.heads.passes import EagleRunner, Part, Rows
 from paceline.sampling.context import Context, Row, context_of
 from paceline.sampling.law import build_laws
 from paceline.types import Sequence
@@ -46,7 +48,7 @@ class _State:
     """cache: rows of the committed tokens whose features were fed; pending: features that
     wait, [n, taps * D] each; last_D: the layer's output of the last fed row."""
 
-    cache: RowCache
+    cache: Rows
     pending: list[torch.Tensor] = field(default_factory=list)
     n_pending: int = 0
     last_D: torch.Tensor | None = None
@@ -158,7 +160,7 @@ class EagleDrafter:
             for g in growing.values():
                 assert g.state.last_D is not None
                 g.hidden[0] = g.state.last_D
-        level, active = 0, list(growing.values())
+        level, active = 0, self._grow_at_once(list(growing.values()))
         while active:
             self._expand(active)
             level += 1
@@ -166,6 +168,39 @@ class EagleDrafter:
             if active:
                 self._feed(active)
         return [self._tree(seq, growing.get(seq.id)) for seq in seqs]
+
+    def _grow_at_once(self, growing: list[_Growing]) -> list[_Growing]:
+        """Whole drafts in one call, where the head runs on the native core and a request asks
+        for nothing that needs all logits. Returns the others."""
+        if not isinstance(self._runner, NativeEagle):
+            return growing
+        plain: list[_Growing] = []
+        others: list[_Growing] = []
+        for g in growing:
+            seen = g.seq.params.adjusts or self._draws_for(g.seq)
+            (others if seen else plain).append(g)
+        if not plain:
+            return others
+        asks = [
+            Ask(
+                cache=g.state.cache,
+                hidden_D=g.hidden[0],
+                depth=self._depth(g),
+                heat=heat(g.seq.params),
+                end_ids=g.seq.end_ids,
+            )
+            for g in plain
+        ]
+        for g, grown in zip(plain, self._runner.grow(asks, self._width), strict=True):
+            g.tokens += grown.tokens[1:]
+            g.parents, g.scores = grown.parents, grown.scores
+            if not grown.healthy:
+                self._vocabulary.healthy(math.nan)
+        return others
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.shape is None else self.shape.width
 
     def _room(self, seq: Sequence) -> int:
         """Tokens that may be drafted before the head's own context ends."""
@@ -192,8 +227,8 @@ class EagleDrafter:
             fed.append(state)
         if not parts:
             return
-        g_ND = self._runner.fuse(taps[0] if len(taps) == 1 else torch.cat(taps))
-        hidden_WD = self._runner.run(parts, tokens, g_ND, positions)
+        taps_NT = taps[0] if len(taps) == 1 else torch.cat(taps)
+        hidden_WD = self._runner.feed(parts, tokens, taps_NT, positions)
         for state, hidden_D in zip(fed, hidden_WD, strict=True):
             state.cache.rows += state.n_pending
             state.pending, state.n_pending, state.last_D = [], 0, hidden_D
@@ -211,7 +246,7 @@ class EagleDrafter:
                 self._vocabulary.spread(logits_NU[at]), [rows[i] for i in at], masked=True
             )
             laws = {g.seq.id: law for g, law in zip(drawn, found, strict=True)}
-        width = 1 if self.shape is None else self.shape.width
+        width = self._width
         ranked = iter(self._vocabulary.ranked(logits_NU, rows, width))
         for g in growing:
             best = [next(ranked) for _ in g.frontier]
@@ -246,21 +281,13 @@ class EagleDrafter:
         parts, tokens, positions, features = [], [], [], []
         for g in growing:
             base, used, n = g.state.cache.rows, len(g.slots), len(g.frontier)
-            mask = None
-            if n > 1 or used != len(g.paths[g.frontier[0]]) - 1:
-                mask = torch.zeros(n, base + used + n, dtype=torch.bool)
-                mask[:, :base] = True
+            unbranched = n == 1 and used == len(g.paths[g.frontier[0]]) - 1
+            above = [[base + s for s in sorted(g.above(node))] for node in g.frontier]
+            parts.append(Part(g.state.cache, base + used, n, n, None if unbranched else above))
             for i, node in enumerate(g.frontier):
-                if mask is not None:
-                    mask[i, [base + s for s in g.above(node)]] = True
-                    mask[i, base + used + i] = True
                 tokens.append(g.tokens[node])
                 positions.append(base + len(g.paths[node]) - 1)
                 features.append(g.hidden[g.parents[node]])
-            if mask is not None:
-                mask = mask.to(features[0].device)
-            parts.append(Part(g.state.cache, base + used, n, n, mask))
-            for i, node in enumerate(g.frontier):
                 g.slots[node] = used + i
         hidden = iter(self._runner.run(parts, tokens, torch.stack(features), positions))
         for g in growing:
@@ -311,7 +338,6 @@ def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> torch.Tensor:
     if isinstance(rows, range):
         picked = [t[rows.start : rows.stop] for t in taps]
     else:
-        picked = [t[rows] for t in taps]
-    if len(picked) > 1:
-        return torch.cat(picked, -1)
-    return picked[0].clone() if isinstance(rows, range) else picked[0]
+        index = torch.tensor(rows, device=taps[0].device)
+        picked = [t.index_select(0, index) for t in taps]
+    return torch.cat(picked, -1)

@@ -17,6 +17,7 @@ from paceline.core.law import Law, PointLaw
 from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree
 from paceline.models.base import TargetOutput
+from paceline.models.heads.ranking import best_tokens
 from paceline.sampling.context import Row
 from paceline.sampling.law import BrokenLaw, EmptyLaw, build_laws
 from paceline.types import SamplingParams, Sequence
@@ -96,33 +97,22 @@ class HeadVocabulary:
         return out
 
     def _plain(self, logits_NU: torch.Tensor, rows: Seq[Row], count: int) -> list[list[Ranked]]:
-        if count == 1:  # numpy's argmax takes a tenth of the time of torch's
-            host = logits_NU.cpu().numpy()
-            found = []
-            for logits_U in host:
-                index = int(logits_U.argmax())
-                good = self._healthy(float(logits_U[index]))
-                found.append([(self._ids[index], 0.0)] if good else [])
-            return found
-        heat = [_heat(row.params) for row in rows]
-        if any(h != 1.0 for h in heat):
-            logits_NU = logits_NU / torch.tensor(heat, device=logits_NU.device).unsqueeze(-1)
-        top = logits_NU.topk(min(count, logits_NU.shape[-1]))
-        scores = top.values - logits_NU.logsumexp(-1, keepdim=True)
+        ids_NJ, scores_NJ = best_tokens(logits_NU, [heat(row.params) for row in rows], count)
         return [
-            [(self._ids[u], s) for u, s in zip(ids, values, strict=True)]
-            if self._healthy(values[0])
+            [(self._ids[u], s) for u, s in zip(ids, scores, strict=True)]
+            if self.healthy(scores[0])
             else []
-            for ids, values in zip(top.indices.tolist(), scores.tolist(), strict=True)
+            for ids, scores in zip(ids_NJ, scores_NJ, strict=True)
         ]
 
     def usable(self, law: Law) -> bool:
         """Whether a law can be drawn from; says once that a head gave bad logits."""
         if isinstance(law, BrokenLaw):
-            return self._healthy(math.nan)
+            return self.healthy(math.nan)
         return not isinstance(law, EmptyLaw)
 
-    def _healthy(self, value: float) -> bool:
+    def healthy(self, value: float) -> bool:
+        """Whether a score is a number; says once that a head gave bad logits."""
         good = math.isfinite(value)
         if not good and not self._warned:
             self._warned = True
@@ -130,7 +120,8 @@ class HeadVocabulary:
         return good
 
 
-def _heat(params: SamplingParams) -> float:
+def heat(params: SamplingParams) -> float:
+    """The temperature at which a request's drafts are ranked."""
     return 1.0 if params.greedy else max(params.temperature, _COLDEST)
 
 
@@ -140,7 +131,7 @@ def _ranking(params: SamplingParams) -> SamplingParams:
     leave too few."""
     return replace(
         params,
-        temperature=_heat(params),
+        temperature=heat(params),
         top_k=0,
         top_p=1.0,
         min_p=0.0,

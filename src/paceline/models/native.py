@@ -232,6 +232,11 @@ class NativeModel:
     def workspace_bytes(self) -> int:
         return int(self._model.workspace_bytes)
 
+    @property
+    def embedding(self) -> Any:
+        """The embedding table as the core has it, for heads that borrow it."""
+        return self._linears["embedding"]
+
     def embedding_rows(self, tokens: Seq[int]) -> torch.Tensor:
         return self._rows("embedding", tokens)
 

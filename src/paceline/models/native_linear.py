@@ -5,6 +5,8 @@ Legend: N rows, K input width, V output width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 import torch
 
@@ -17,7 +19,11 @@ from paceline.models.native_weights import (
     QUANTISED,
     PackedMatrix,
     Quantize,
+    anonymous_memory,
 )
+
+#: Matrices that share memory begin at multiples of this.
+_ALIGN = 4096
 
 
 class NativeLinear:
@@ -39,12 +45,7 @@ class NativeLinear:
         path: str = "",
     ) -> NativeLinear:
         """Packs float weights [V, K]: 4-bit, 8-bit, or as they are (float32, bf16, fp16)."""
-        core = native_core()
-        rows = np.ascontiguousarray(weight_VK.detach().float().numpy())
-        kind, (n_out, n_in) = _float_format(weight_VK, quantize), rows.shape
-        data = np.empty(core.packed_bytes(kind, n_out, n_in), np.uint8)
-        core.pack_float(rows, kind, data)
-        packed = PackedMatrix(format=kind, n_out=n_out, n_in=n_in, data=data)
+        (packed,) = pack_floats([(weight_VK, quantize)])
         return NativeLinear(packed, threads=threads, path=path)
 
     def __call__(self, x_NK: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
@@ -61,6 +62,24 @@ class NativeLinear:
         out = np.empty(self.n_in, np.float32)
         self._linear.row(index, out)
         return torch.from_numpy(out)
+
+
+def pack_floats(weights: Seq[tuple[torch.Tensor, Quantize | None]]) -> list[PackedMatrix]:
+    """Packs float matrices [V, K] into one stretch of memory, so that it has huge pages: each to
+    4 or 8 bits, or (None) as it is (float32, bf16, fp16)."""
+    core = native_core()
+    kinds = [_float_format(weight, bits) for weight, bits in weights]
+    sizes = [core.packed_bytes(k, *w.shape) for k, (w, _) in zip(kinds, weights, strict=True)]
+    ends = np.cumsum([-(-size // _ALIGN) * _ALIGN for size in sizes])
+    memory = np.frombuffer(anonymous_memory(int(ends[-1])), np.uint8)
+    packed = []
+    for kind, (weight, _), size, end in zip(kinds, weights, sizes, ends, strict=True):
+        at = int(end) - -(-size // _ALIGN) * _ALIGN
+        data = memory[at : at + size]
+        core.pack_float(np.ascontiguousarray(weight.detach().float().numpy()), kind, data)
+        n_out, n_in = weight.shape
+        packed.append(PackedMatrix(format=kind, n_out=n_out, n_in=n_in, data=data))
+    return packed
 
 
 def _float_format(weight: torch.Tensor, quantize: Quantize | None) -> int:

@@ -1,5 +1,8 @@
-// Internal to model.cpp and layers.cpp.
+// Internal to the passes: model.cpp, layers.cpp and eagle.cpp.
 #pragma once
+#include <algorithm>
+
+#include "layout.h"
 #include "model.h"
 #include "workspace.h"
 
@@ -17,6 +20,30 @@ constexpr int mlp_units(int rows) { return rows <= 16 ? MLP_UNITS : 2; }
 enum Phase { QKV, ATTEND, PROJECT, GATE_UP, DOWN, PHASES };
 
 inline std::size_t size(std::ptrdiff_t n) { return static_cast<std::size_t>(n); }
+
+// The first tiles that a thread will read in a phase to come, on their way to the second-level
+// cache while it waits for the others: a stream of weights takes a while to get going.
+inline void fetch_ahead(const Linear& w, int tile) {
+  constexpr std::ptrdiff_t AHEAD = 12288;
+  if (tile >= n_tiles(w.n_out)) return;
+  const std::uint8_t* at = w.data + size(tile) * w.tile_bytes;
+  const std::ptrdiff_t left = static_cast<std::ptrdiff_t>(size(n_tiles(w.n_out) - tile) * w.tile_bytes);
+  for (std::ptrdiff_t i = 0; i < std::min(AHEAD, left); i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+// Rows of one sequence that share an attention work item: more rows load a key less often, fewer
+// rows give the threads more even shares. The grouping never changes a result.
+inline int rows_per_item(int n_rows, int kv_heads, int n_threads) {
+  // The longest thread's work, where an item costs as much to load as one row to compute.
+  const auto cost = [&](int most) {
+    const int items = (n_rows + most - 1) / most * kv_heads;
+    return (items + n_threads - 1) / n_threads * (1 + most);
+  };
+  int most = 1;
+  for (int rows = 2; rows <= ATTEND_ROWS; rows *= 2)
+    if (cost(rows) <= cost(most)) most = rows;
+  return most;
+}
 
 // Rows [row0, row0 + rows) of a pass.
 struct Model::Chunk {

@@ -33,7 +33,7 @@ namespace {
 }
 #endif
 
-std::vector<const Kernels*> runnable() {
+std::vector<const Kernels*> find_runnable() {
   std::vector<const Kernels*> found;
 #ifdef PACELINE_HAVE_AVX512
   if (has_avx512()) found.push_back(&kernels_avx512);
@@ -45,6 +45,12 @@ std::vector<const Kernels*> runnable() {
   if (has_avx2()) found.push_back(&kernels_avx2);
 #endif
   found.push_back(&kernels_portable);
+  return found;
+}
+
+// Found once: to ask the processor takes microseconds in a virtual machine.
+const std::vector<const Kernels*>& runnable() {
+  static const std::vector<const Kernels*> found = find_runnable();
   return found;
 }
 

@@ -161,3 +161,38 @@ std::uint64_t read(const std::uint8_t* data, std::size_t bytes) {
   __builtin_memcpy(&r, &total, sizeof r);
   return r;
 }
+
+// Sixteen values, or what is left of them, then `rest`.
+inline F load_some(const float* x, int n, float rest) {
+  if (n >= 16) return load(x);
+  float t[16];
+  for (int i = 0; i < 16; ++i) t[i] = i < n ? x[i] : rest;
+  return load(t);
+}
+
+void block_max(const float* x, int n, float* largest) {
+  const float lowest = -__builtin_inff();
+  int i = 0;
+  for (; i + 256 <= n; i += 256, largest += 16) {
+    F v[16];
+    for (int j = 0; j < 16; ++j) v[j] = load(x + i + 16 * j);
+    store(largest, reduce_max16(v));
+  }
+  for (; i < n; i += 16) *largest++ = reduce_max(load_some(x + i, n - i, lowest));
+}
+
+float sum_exp(const float* x, int n, float top, float scale) {
+  F sum = set1(0.0f), bad = set1(0.0f);
+  for (int i = 0; i < n; i += 16) {
+    F e = exp(mul(sub(load_some(x + i, n - i, top), set1(top)), set1(scale)));
+    if (n - i < 16) {
+      float t[16];
+      store(t, e);
+      e = load_some(t, n - i, 0.0f);
+    }
+    sum = add(sum, e);
+    // exp clamps: what is not finite must not vanish.
+    bad = fma(load_some(x + i, n - i, 0.0f), set1(0.0f), bad);
+  }
+  return reduce_add(add(sum, bad));
+}

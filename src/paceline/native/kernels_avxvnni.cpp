@@ -17,5 +17,6 @@ namespace {
 
 extern const Kernels kernels_avxvnni;
 const Kernels kernels_avxvnni = {"avxvnni", PACELINE_BLOCK, linear, quantize, rms_norm, silu_mul, rope,
-                             to_f16, attend_split, fold, finish, read};
+                             to_f16, attend_split, fold, finish, read, block_max,
+                             sum_exp};
 }  // namespace paceline

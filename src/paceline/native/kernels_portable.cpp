@@ -16,5 +16,6 @@ namespace {
 
 extern const Kernels kernels_portable;
 const Kernels kernels_portable = {"portable", PACELINE_BLOCK, linear, quantize, rms_norm, silu_mul, rope,
-                             to_f16, attend_split, fold, finish, read};
+                             to_f16, attend_split, fold, finish, read, block_max,
+                             sum_exp};
 }  // namespace paceline

@@ -12,20 +12,6 @@
 
 namespace paceline {
 
-namespace {
-
-// The first tiles that a thread will read in a phase to come, on their way to the second-level
-// cache while it waits for the others: a stream of weights takes a while to get going.
-void fetch_ahead(const Linear& w, int tile) {
-  constexpr std::ptrdiff_t AHEAD = 12288;
-  if (tile >= n_tiles(w.n_out)) return;
-  const std::uint8_t* at = w.data + size(tile) * w.tile_bytes;
-  const std::ptrdiff_t left = static_cast<std::ptrdiff_t>(size(n_tiles(w.n_out) - tile) * w.tile_bytes);
-  for (std::ptrdiff_t i = 0; i < std::min(AHEAD, left); i += 64) __builtin_prefetch(at + i, 0, 2);
-}
-
-}  // namespace
-
 void Model::fetch_ahead_of(int thread, int layer, int phase) const {
   if (layer == static_cast<int>(layers.size())) {
     fetch_ahead(head, work_->shares.back().first(thread));

@@ -80,18 +80,9 @@ void Model::reserve(const Pass& pass) {
     w.shares = std::vector<Shares>(PHASES * layers.size() + 1);
 }
 
-// Rows of one sequence that share an attention work item: more rows load a key less often, fewer
-// rows give the threads more even shares. The grouping never changes a result.
 void Model::group_rows(const Chunk& c) {
   std::vector<RowGroup>& groups = work_->groups;
-  // The longest thread's work, where an item costs as much to load as one row to compute.
-  const auto cost = [&](int most) {
-    const int items = (c.rows + most - 1) / most * config.kv_heads;
-    return (items + c.n_threads - 1) / c.n_threads * (1 + most);
-  };
-  int most = 1;
-  for (int rows = 2; rows <= ATTEND_ROWS; rows *= 2)
-    if (cost(rows) <= cost(most)) most = rows;
+  const int most = rows_per_item(c.rows, config.kv_heads, c.n_threads);
   groups.clear();
   for (int s = 0; s < c.pass.n_seqs; ++s) {
     const int begin = std::max(c.pass.starts[s] - c.row0, 0);

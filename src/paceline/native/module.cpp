@@ -1,7 +1,5 @@
 // Python bindings. Checks what would otherwise read out of bounds; the friendlier messages are
 // in paceline/models/native.py.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -14,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings.h"
 #include "dispatch.h"
 #include "layout.h"
 #include "model.h"
@@ -21,24 +20,7 @@
 #include "tiles.h"
 #include "workspace.h"
 
-namespace nb = nanobind;
-
 namespace paceline {
-namespace {
-
-template <class T>
-using In1 = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using In2 = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Out1 = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Out2 = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Bytes = In1<std::uint8_t>;
-
-void require(bool ok, const std::string& message) {
-  if (!ok) throw std::invalid_argument(message);
-}
 
 const Kernels* kernels_or_throw(const std::string& path) {
   const std::vector<std::string> known = available_paths();
@@ -51,6 +33,8 @@ const Kernels* kernels_or_throw(const std::string& path) {
   return k;
 }
 
+namespace {
+
 void check_shape(int format, int n_out, int n_in) {
   require(format >= 0 && format < N_FORMATS, "unknown weight format " + std::to_string(format));
   require(n_out > 0 && n_in > 0 && n_out < (1 << 28) && n_in < (1 << 24), "weight shape out of range");
@@ -58,59 +42,63 @@ void check_shape(int format, int n_out, int n_in) {
           "quantised weights need an input width divisible by 32, not " + std::to_string(n_in));
 }
 
+}  // namespace
+
 std::size_t packed_bytes(int format, int n_out, int n_in) {
   check_shape(format, n_out, n_in);
   return tile_bytes(format, n_in) * static_cast<std::size_t>(n_tiles(n_out));
 }
 
-// A weight matrix over bytes that Python owns (an array or a memory map).
-struct PyLinear {
-  Linear linear;
-  Bytes bytes;
+PyLinear::PyLinear(int format, int n_out, int n_in, Bytes data) : bytes(data) {
+  require(data.size() == packed_bytes(format, n_out, n_in), "packed weights have the wrong size");
+  linear.format = format;
+  linear.n_out = n_out;
+  linear.n_in = n_in;
+  linear.tile_bytes = tile_bytes(format, n_in);
+  linear.data = data.data();
+}
 
-  PyLinear(int format, int n_out, int n_in, Bytes data) : bytes(data) {
-    require(data.size() == packed_bytes(format, n_out, n_in), "packed weights have the wrong size");
-    linear.format = format;
-    linear.n_out = n_out;
-    linear.n_in = n_in;
-    linear.tile_bytes = tile_bytes(format, n_in);
-    linear.data = data.data();
+void PyLinear::run(In2<float> x, Out2<float> out, int threads, const std::string& path) const {
+  const Kernels* k = kernels_or_throw(path);
+  const int rows = static_cast<int>(x.shape(0));
+  require(x.shape(1) == static_cast<std::size_t>(linear.n_in) && out.shape(0) == x.shape(0) &&
+              out.shape(1) == static_cast<std::size_t>(linear.n_out),
+          "activations or output do not fit the weights");
+  require(threads >= 1 && threads <= Shares::max_threads(), "threads out of range");
+  if (rows == 0) return;
+  nb::gil_scoped_release release;
+  const bool dense = is_dense(linear.format);
+  ActBuffer buffer;
+  ActForms forms;
+  forms.need(linear.format);
+  const Act& a = buffer.shape(rows, linear.n_in, forms, k->max_block);
+  for (int r = 0; r < rows; ++r) {
+    const float* row = x.data() + static_cast<std::size_t>(r) * x.shape(1);
+    if (dense) std::memcpy(a.f + static_cast<std::size_t>(r) * x.shape(1), row, x.shape(1) * 4);
+    else k->quantize(row, 0, r, 1, 0, linear.n_in / GROUP, a);
   }
+  Shares shares;
+  shares.reset(n_tiles(linear.n_out), threads);
+  Pool::instance().run(threads, [&](int thread, int) {
+    for (int b = 0, e = 0; shares.next(thread, b, e);)
+      k->linear(linear, a, b, e, out.data() + b * TILE, linear.n_out, false);
+  });
+}
 
-  void run(In2<float> x, Out2<float> out, int threads, const std::string& path) const {
-    const Kernels* k = kernels_or_throw(path);
-    const int rows = static_cast<int>(x.shape(0));
-    require(x.shape(1) == static_cast<std::size_t>(linear.n_in) && out.shape(0) == x.shape(0) &&
-                out.shape(1) == static_cast<std::size_t>(linear.n_out),
-            "activations or output do not fit the weights");
-    require(threads >= 1 && threads <= Shares::max_threads(), "threads out of range");
-    if (rows == 0) return;
-    nb::gil_scoped_release release;
-    const bool dense = is_dense(linear.format);
-    ActBuffer buffer;
-    ActForms forms;
-    forms.need(linear.format);
-    const Act& a = buffer.shape(rows, linear.n_in, forms, k->max_block);
-    for (int r = 0; r < rows; ++r) {
-      const float* row = x.data() + static_cast<std::size_t>(r) * x.shape(1);
-      if (dense) std::memcpy(a.f + static_cast<std::size_t>(r) * x.shape(1), row, x.shape(1) * 4);
-      else k->quantize(row, 0, r, 1, 0, linear.n_in / GROUP, a);
-    }
-    Shares shares;
-    shares.reset(n_tiles(linear.n_out), threads);
-    Pool::instance().run(threads, [&](int thread, int) {
-      for (int b = 0, e = 0; shares.next(thread, b, e);)
-        k->linear(linear, a, b, e, out.data() + b * TILE, linear.n_out, false);
-    });
-  }
+void PyLinear::row(int index, Out1<float> out) const {
+  require(index >= 0 && index < linear.n_out, "row out of range");
+  require(out.size() == static_cast<std::size_t>(linear.n_in), "output has the wrong size");
+  unpack_row(linear, index, out.data());
+}
 
-  void row(int index, Out1<float> out) const {
-    require(index >= 0 && index < linear.n_out, "row out of range");
-    require(out.size() == static_cast<std::size_t>(linear.n_in), "output has the wrong size");
-    unpack_row(linear, index, out.data());
-  }
-};
+const Linear& checked(const PyLinear& l, int n_out, int n_in) {
+  require((n_out < 0 || l.linear.n_out == n_out) && l.linear.n_in == n_in,
+          "a weight matrix is [" + std::to_string(l.linear.n_out) + ", " + std::to_string(l.linear.n_in) +
+              "], not [" + std::to_string(n_out) + ", " + std::to_string(n_in) + "]");
+  return l.linear;
+}
 
+namespace {
 
 class PyModel {
  public:
@@ -257,11 +245,8 @@ class PyModel {
   }
 
   Linear take(const PyLinear& l, int n_out, int n_in) {
-    require((n_out < 0 || l.linear.n_out == n_out) && l.linear.n_in == n_in,
-            "a weight matrix is [" + std::to_string(l.linear.n_out) + ", " + std::to_string(l.linear.n_in) +
-                "], not [" + std::to_string(n_out) + ", " + std::to_string(n_in) + "]");
     weights_.push_back(l.bytes);
-    return l.linear;
+    return checked(l, n_out, n_in);
   }
   const float* vector(const In1<float>& v, int n) {
     require(v.size() == static_cast<std::size_t>(n), "a norm or bias has the wrong length");
@@ -361,4 +346,5 @@ NB_MODULE(_native, m) {
       .def_prop_ro("threads", &PyModel::threads)
       .def_prop_ro("path", &PyModel::path)
       .def_prop_ro("workspace_bytes", &PyModel::workspace_bytes);
+  bind_eagle(m);
 }

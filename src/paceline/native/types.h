@@ -98,6 +98,10 @@ struct Kernels {
                const float* split_out, int head_size);
   void (*finish)(float* out, float sum, int head_size);  // out /= sum
   std::uint64_t (*read)(const std::uint8_t* data, std::size_t bytes);  // bandwidth probe
+  // Largest of each sixteen of n values (of fewer at the end), ceil(n / 16) of them.
+  void (*block_max)(const float* x, int n, float* largest);
+  // Sum of exp((x[i] - top) * scale); NaN where a value is not finite.
+  float (*sum_exp)(const float* x, int n, float top, float scale);
 };
 
 constexpr std::size_t attention_scratch(int n_heads, int head_size) {
