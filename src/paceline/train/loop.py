@@ -40,21 +40,21 @@ class TrainConfig:
     eval_packs: held-out packs of an evaluation; eval_steps: draft steps unrolled in it.
     autocast: matrix products in bfloat16."""
 
-    lr: float = 5e-4
+    lr: float = 1e-3
     epochs: float = 2.0
     steps: int | None = None
     minutes: float | None = None
     warmup: float = 0.03
-    pack_tokens: int = 4096
+    pack_tokens: int = 1024
     accumulate: int = 1
     clip: float = 0.5
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     seed: int = 0
-    eval_every: int = 50
-    eval_packs: int = 4
+    eval_every: int = 100
+    eval_packs: int = 8
     eval_steps: int = 5
-    save_every: int = 50
+    save_every: int = 100
     autocast: bool = True
 
     def __post_init__(self) -> None:
