@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from head_devices import eagle_config, random_eagle, random_medusa, torch_target
+from safetensors.torch import load_file
 
 from paceline.bench.peers import Fleet, PeerError, PeerPrompt, Server, vllm
 from paceline.bench.peers.compare import compare
+from paceline.models.heads.formats import HeadNotes, open_head, save_head
 
 TESTS = str(Path(__file__).parents[1])
 #: A server that is slow to get ready, and says so on the way.
@@ -47,9 +53,50 @@ def test_commands_name_everything_that_a_fair_run_needs(tmp_path: Path) -> None:
     plain = vllm.serve_command(Path("py"), tmp_path, 81, max_len=512)
     assert "--speculative-config" not in plain
     assert vllm.speculative_config("ngram", 4)["num_speculative_tokens"] == 4
-    with pytest.raises(PeerError, match="needs a draft"):
-        vllm.speculative_config("draft_model", 4)
-    assert vllm.environment(2)["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    for method in ("draft_model", "eagle3", "medusa"):
+        with pytest.raises(PeerError, match="need a draft"):
+            vllm.speculative_config(method, 4)
+    assert vllm.speculative_config("eagle3", 4, tmp_path)["model"] == str(tmp_path)
+
+
+def test_a_server_gets_its_cores_and_what_its_manual_preloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"tcmalloc_minimal": "libtcmalloc_minimal.so.4"}
+    monkeypatch.setattr(ctypes.util, "find_library", found.get)
+    monkeypatch.setenv("LD_PRELOAD", "mine.so other.so")
+    python = tmp_path / "bin" / "python"
+    env = vllm.environment(python, 2, 3)
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert env["LD_PRELOAD"] == "libtcmalloc_minimal.so.4:mine.so:other.so"
+    openmp = tmp_path / "lib" / "libiomp5.so"
+    openmp.parent.mkdir()
+    openmp.touch()
+    monkeypatch.delenv("LD_PRELOAD")
+    found.clear()
+    assert vllm.environment(python, 1)["LD_PRELOAD"] == str(openmp)
+    assert vllm.environment(python, 1)["VLLM_CPU_OMP_THREADS_BIND"] == "0"
+
+
+@pytest.mark.parametrize("layout", ["official", "speculators"])
+def test_heads_are_exported_in_a_precision_that_vllm_reads(layout: str, tmp_path: Path) -> None:
+    target = torch_target()
+    head = random_eagle(eagle_config("eagle3", 90), target)
+    save_head(head, tmp_path / "ours", dtype="int8", notes=HeadNotes(target="tiny"))
+    out = vllm.export_head(tmp_path / "ours", tmp_path / "theirs", layout)
+    tensors = load_file(out / "model.safetensors")
+    assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.bfloat16}
+    assert {"d2t", "t2d"} <= set(tensors)
+    source = open_head(out)
+    assert (source.config, source.about.target) == (head.config, "tiny")
+    again = source.load().module.state_dict()
+    for name, tensor in head.state_dict().items():
+        step = tensor.float().abs().max() / 100  # of int8, and of bfloat16
+        assert (again[name].float() - tensor.float()).abs().max() <= step, name
+    save_head(random_medusa(target), tmp_path / "medusa")
+    with pytest.raises(PeerError, match="kind medusa"):
+        vllm.export_head(tmp_path / "medusa", tmp_path / "x")
 
 
 def test_servers_start_are_compared_and_end(tmp_path: Path) -> None:
@@ -69,7 +116,9 @@ def test_servers_start_are_compared_and_end(tmp_path: Path) -> None:
         plain, draft = compare([fleet], prompts, max_tokens=3, repeats=2)
     assert plain.version == "vLLM"
     assert draft.speedup is not None
-    assert 1.2 < draft.speedup.value < 2.8  # 2 but for the machine's noise
+    times = [sum(s.seconds - s.first_s for s in arm.shots) for arm in (plain, draft)]
+    assert draft.speedup.value == pytest.approx(times[0] / times[1])
+    assert all(s.seconds >= 2 * 0.04 for s in plain.shots)
     assert "loading weights" in (tmp_path / "a.log").read_text()
     with pytest.raises(PeerError, match="can't be reached"):
         Server(urls[0], timeout=2)
@@ -89,6 +138,27 @@ def test_servers_that_die_or_stall(tmp_path: Path) -> None:
         vllm.running(stalls, url, env={}, log=log, timeout=0.2, poll=0.05),
     ):
         pass
+
+
+def test_workers_of_a_server_that_hears_no_signal_end_with_it(tmp_path: Path) -> None:
+    port, log = vllm.free_port(), tmp_path / "x.log"
+    deaf = (
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(worker.pid, flush=True)\n"
+    )
+    args = [sys.executable, "-c", deaf + SCRIPT, str(port), "0"]
+    url = f"http://127.0.0.1:{port}"
+    with vllm.running(args, url, env={}, log=log, poll=0.05, patience=0.2):
+        pass
+    worker = int(log.read_text().splitlines()[0])
+    for _ in range(100):  # whoever adopts it has to bury it
+        status = Path(f"/proc/{worker}/status")
+        if not status.exists() or "\nState:\tZ" in status.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the worker is still there")
 
 
 def test_weights_are_exported_once_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

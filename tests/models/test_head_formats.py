@@ -316,6 +316,21 @@ def test_newer_speculators_are_refused_by_name(key: str, tmp_path: Path) -> None
         open_head(tmp_path)
 
 
+def test_taps_are_written_as_other_readers_join_them(tmp_path: Path) -> None:
+    head = eagle3(taps=(0, 2))
+    save_head(head, tmp_path / "official")
+    save_head(head, tmp_path / "speculators", layout="speculators")
+    official = json.loads((tmp_path / "official" / "config.json").read_text())
+    assert official["num_aux_hidden_states"] == 2
+    other = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert other["transformer_layer_config"]["num_aux_hidden_states"] == 2
+    with pytest.raises(UserError, match="ascending order"):
+        eagle_config("eagle3", taps=(2, 0))
+    edit_config(tmp_path / "official", eagle_aux_hidden_state_layer_ids=[2, 0])
+    with pytest.raises(UserError, match="ascending order"):
+        open_head(tmp_path / "official")
+
+
 def test_unsaid_taps_are_those_of_the_paper(tmp_path: Path) -> None:
     save_head(eagle3(taps=(2, 15, 27)), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -201,7 +201,7 @@ def test_draft_vocabulary_is_the_frequent_tokens() -> None:
 
 
 def test_taps_are_checked() -> None:
-    assert check_taps([3, 1], 8) == (3, 1, FINAL)
+    assert check_taps([3, 1], 8) == (1, 3, FINAL)
     with pytest.raises(UserError, match="tap 9 is no layer"):
         check_taps([9], 8)
     with pytest.raises(UserError, match="tokens = 0"):

@@ -127,14 +127,14 @@ def default_taps(n_layers: int) -> tuple[int, ...]:
 
 
 def check_taps(taps: Seq[int], n_layers: int) -> tuple[int, ...]:
-    """The taps, with the final feature; UserError where one is no layer."""
+    """The taps in the layers' order, with the final feature; UserError where one is no layer."""
     for tap in taps:
         if tap != FINAL and not 0 <= tap <= n_layers:
             raise UserError(
                 f"tap {tap} is no layer of this target: use 0 to {n_layers}, or -1 for the final "
                 "feature"
             )
-    return tuple(dict.fromkeys([*taps, FINAL]))
+    return (*sorted(set(taps) - {FINAL}), FINAL)
 
 
 @dataclass(frozen=True, kw_only=True)

