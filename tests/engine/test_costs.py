@@ -11,7 +11,7 @@ from simulated import MODEL, SimDrafter, Simulation, profile
 from paceline.core.latency import DraftCost, Profile, round_seconds
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.costs import Costs, Work
-from paceline.engine.explore import Rates
+from paceline.engine.explore import FIRST_WAIT, Probe, Rates
 
 BUDGETS, CONTEXTS = (4, 1, 0, 2), (100, 50, 200, 10)
 
@@ -79,3 +79,14 @@ def test_a_speed_up_is_never_more_than_tau():
     for _ in range(200):
         rates.add(1, 3, share=0.01, seconds=0.02)
     assert rates.speedup(1) == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_probe_without_room_is_put_off():
+    """A probe that stays due wakes the policy from every rest."""
+    probe = Probe()
+    assert probe.due
+    probe.postponed()
+    for _ in range(FIRST_WAIT):
+        assert not probe.due
+        probe.refused()
+    assert probe.due

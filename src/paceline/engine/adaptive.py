@@ -388,6 +388,7 @@ class AdaptivePolicy:
                 self._probing = (seq.id, name)
                 self._n_probes += 1
                 return plan
+            probe.postponed()
         return chosen
 
     # -- learning ---------------------------------------------------------------------------

@@ -44,6 +44,10 @@ class Probe:
         """A round in which the drafter could have proposed and was not asked."""
         self.wait -= 1
 
+    def postponed(self) -> None:
+        """It was due, but the ledger had no room: asking again costs a decision, too."""
+        self.wait = max(self.wait, FIRST_WAIT)
+
     def done(self, paid: bool, cost: float) -> None:
         """A probe's outcome, and what it cost in plain steps. One that paid is followed by
         another at once. After each that did not, twice as many rounds pass, while that many
