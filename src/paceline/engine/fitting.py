@@ -23,13 +23,16 @@ LONG = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Engine steps to take: `rounds` times every k of `budgets`, in shuffled order."""
+    """Engine steps to take: `rounds` times every k of `budgets`, in shuffled order. Each is
+    taken `streak` times in a row, of which the first does not count (where there are more):
+    what a pass finds in the caches depends on the one before."""
 
     batch: int = 1
     sampled: bool = False
     budgets: tuple[int, ...]
     rounds: int
     prompt: int
+    streak: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,18 +192,18 @@ def fit_draft(
     # What a round costs more than its parts: passes after drafting find colder caches. Of
     # single short sequences, where nothing else that the target's cost gets wrong adds to it.
     rest = [
-        s.t_p - target(s.rows, s.contexts)
+        s.t_p + s.t_o - target(s.rows, s.contexts) - host["greedy"](1, sum(s.rows))
         for r in short if r.session.batch == 1 for s in r.steps if s.drafted > 0
     ]  # fmt: skip
-    slack = target.rows(1) * math.hypot(spread, _plain_error(short))
-    cost = replace(cost, fixed=max(_significant(rest, slack), 0.0))
+    slack = target.rows(1) * math.hypot(spread / 2, _plain_error(short))
+    cost = replace(cost, fixed=max(_shrunk(rest, slack), 0.0))
     more = [
         (s.t_q + s.t_o + s.t_p - cost(s.k, s.contexts) - target(s.rows, s.contexts)
          - host["sampled"](len(s.rows), sum(s.rows))) / s.drafted
         for r in runs if r.session.sampled for s in r.steps if s.drafted > 0
     ]  # fmt: skip
     slack += target.rows(1) * _plain_error([r for r in runs if r.session.sampled])
-    return replace(cost, sampling=max(_significant(more, slack / 4), 0.0))
+    return replace(cost, sampling=max(_shrunk(more, slack / 4), 0.0))
 
 
 def _plain_error(runs: Seq[Run]) -> float:
@@ -241,7 +244,7 @@ def _draft_reading(runs: Seq[Run]) -> float:
             near = median(o.contexts[0] for o in same)
             more = s.t_q - median(o.t_q for o in same)
             found.append(more / (s.k * (s.contexts[0] - near)))
-    return max(_significant(found), 0.0)
+    return max(_shrunk(found), 0.0)
 
 
 def _feeding(runs: Seq[Run], cost: DraftCost) -> Curve:
@@ -254,13 +257,14 @@ def _feeding(runs: Seq[Run], cost: DraftCost) -> Curve:
     return Curve(xs=xs, ys=tuple(points[x] for x in xs))
 
 
-def _significant(values: Seq[float], slack: float = 0.0) -> float:
-    """The median, or 0 where it is within two standard errors of that. slack: error that all
-    values share."""
+def _shrunk(values: Seq[float], slack: float = 0.0) -> float:
+    """The median, nearer to 0 the less it stands out from its error (James and Stein 1961).
+    slack: error that all values share."""
     if len(values) < 2:
         return 0.0
     middle = median(values)
-    return middle if abs(middle) > 2 * math.hypot(_error(values), slack) else 0.0
+    error = math.hypot(_error(values), slack)
+    return middle * middle**2 / (middle**2 + error**2) if middle else 0.0
 
 
 def _error(values: Seq[float]) -> float:

@@ -101,7 +101,10 @@ def run_session(engine: Engine, session: Session, vocab: int, rng: np.random.Gen
         first = _step(engine, session, max(session.budgets))
         read = engine.stats.time_draft - before
         _step(engine, session, 0)
-        steps = [_step(engine, session, k) for k in order]
+        steps = []
+        for k in order:
+            taken = [_step(engine, session, k) for _ in range(session.streak)]
+            steps += taken[1:] or taken
     finally:
         for i in ids:
             engine.forget(i)
@@ -136,7 +139,7 @@ def _longest(session: Session) -> int:
     """Tokens of a sequence at the end: two warm-up steps, all others, and room for one more,
     so that none ends before."""
     most = max(session.budgets)
-    steps = session.rounds * sum(k + 1 for k in session.budgets)
+    steps = session.rounds * session.streak * sum(k + 1 for k in session.budgets)
     return session.prompt + (most + 1) + 1 + steps + most + 2
 
 
