@@ -27,10 +27,11 @@ Cost = Callable[[Seq[int], Seq[int]], float]
 
 class SimulatedClock:
     """Time passes when somebody works, and a little whenever it is looked at. noise: each
-    piece of work takes up to so much longer, and one in twenty ten times as long."""
+    piece of work takes up to so much longer, and the share `interrupted` ten times as long."""
 
-    def __init__(self, noise: float = 0.0) -> None:
-        self.now, self.noise, self.rng = 0.0, noise, np.random.default_rng(3)
+    def __init__(self, noise: float = 0.0, interrupted: float = 0.02) -> None:
+        self.now, self.noise, self.interrupted = 0.0, noise, interrupted
+        self.rng = np.random.default_rng(3)
 
     def __call__(self) -> float:
         self.now += 1e-6
@@ -38,7 +39,7 @@ class SimulatedClock:
 
     def work(self, seconds: float) -> None:
         factor = 1.0 + self.noise * self.rng.random()
-        if self.noise and self.rng.random() < 0.05:
+        if self.noise and self.rng.random() < self.interrupted:
             factor *= 10
         self.now += seconds * factor
 
