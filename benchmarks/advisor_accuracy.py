@@ -22,6 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +50,8 @@ def seconds(engine: Engine, prompt: Prompt, setting: Setting, k: int, n: int, se
     """One whole request of exactly n tokens."""
     engine.policy = FixedBudget(k)
     params = setting.params(max_tokens=n, seed=seed, ignore_eos=True)
+    if not engine.drafter.example(params.greedy).is_chain:
+        params = replace(params, rule=None)  # a tree of chosen tokens: judged by the walk
     (i,) = engine.submit(Request(prompt=prompt, params=params))
     while not engine.idle:
         engine.step()
