@@ -14,25 +14,24 @@ from statistics import median
 
 import numpy as np
 
-from paceline.core.rules import Verdict
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import Arm, Drafter, DrafterUsage, SelfDrafter
+from paceline.draft.base import Arm, Drafter, SelfDrafter
+from paceline.draft.none import NoDrafter
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.fitting import LONG, Run, Session, Step
 from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
-from paceline.models.base import TargetModel, TargetOutput
+from paceline.models.base import TargetModel
 from paceline.types import Request, SamplingParams, Sequence
 
 Clock = Callable[[], float]
 
 
-class RandomDrafter:
+class RandomDrafter(NoDrafter):
     """Proposes as many tokens as it is asked for, drawn evenly: it costs nothing and is hardly
     ever right, so that what a round takes more than a plain one is verification."""
 
     name = "random"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, vocab: int, rng: np.random.Generator) -> None:
         self._vocab, self._rng = vocab, rng
@@ -48,21 +47,6 @@ class RandomDrafter:
             chain(seq.tokens[-1], self._rng.integers(0, self._vocab, k).tolist())
             for seq, k in zip(seqs, budgets, strict=True)
         ]
-
-    def observe(
-        self,
-        seqs: Seq[Sequence],
-        trees: Seq[TokenTree],
-        output: TargetOutput,
-        verdicts: Seq[Verdict | None],
-    ) -> None:
-        return None
-
-    def forget(self, seq_id: int) -> None:
-        return None
-
-    def usage(self) -> DrafterUsage:
-        return DrafterUsage()
 
 
 def new_engine(
