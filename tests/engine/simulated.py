@@ -83,7 +83,8 @@ class SimDrafter(NoDrafter):
 @dataclass
 class Simulation:
     """speed(t): a factor on all costs at simulated time t. noise: on each round's. temperature:
-    of all requests. work: seconds without these factors, by which runs can be compared."""
+    of all requests. upkeep: seconds of drafting in every round, for what a drafter keeps.
+    work: seconds without these factors, by which runs can be compared."""
 
     true: Profile
     drafter: SimDrafter
@@ -92,6 +93,7 @@ class Simulation:
     rng: np.random.Generator
     noise: tuple[float, float] = (1.0, 1.0)
     speed: Callable[[float], float] = lambda t: 1.0
+    upkeep: float = 0.0
     temperature: float = 0.0
     now: float = 0.0
     work: float = 0.0
@@ -134,7 +136,7 @@ class Simulation:
                 by_drafter.setdefault(name, []).append((k, seq.computed, lag))
                 if name != "ngram":
                     self.drafter.fed[seq.id] = len(seq.tokens)
-        t_draft = 0.0
+        t_draft = self.upkeep
         for name, asked in by_drafter.items():
             cost = self.true.drafts[name]
             mode = mode_of(self.temperature)

@@ -407,8 +407,7 @@ class AdaptivePolicy:
             self._since_plain = 0
             self._plain_rounds += 1
             self._histogram[0] += len(parts)
-            wasted = self._thinking + done.t_draft
-            self.ledger.record(done.seconds, done.seconds - wasted)
+            self.ledger.record(done.seconds, done.seconds - self._thinking)
             return
         self._count(parts, plan)
         work = self._done(parts, plan)
@@ -441,9 +440,10 @@ class AdaptivePolicy:
         forced = work.extra - drafted
         asked = any(p.budget for p in free)
         if not asked:
-            # A plain step: it took what a plain step takes, and what deciding took.
-            wasted = self._thinking if forced else self._thinking + done.t_draft
-            self.ledger.record(done.seconds, done.seconds - wasted)
+            # A plain step: it took what a plain step takes, and what deciding took. Keeping the
+            # drafter informed is no choice of this policy's: were it charged, a drafter whose
+            # keeping takes more than eps would leave no room ever again.
+            self.ledger.record(done.seconds, done.seconds - self._thinking)
         else:
             expected = self.costs.of(work)
             seconds = min(done.seconds, TRIM * expected)
