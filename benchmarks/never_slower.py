@@ -48,13 +48,11 @@ from paceline.bench.results import CellConfig, CellResult, cell_key
 from paceline.bench.runner import Runner, Settings, Watcher
 from paceline.bench.stats import paired_speedup
 from paceline.bench.workloads import load_workload
-from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import Arm
-from paceline.draft.none import NoDrafter
 from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
 from paceline.engine.engine import EngineConfig
+from paceline.engine.sessions import RandomDrafter
 from paceline.errors import UserError
-from paceline.types import Request, SamplingParams, Sequence
+from paceline.types import Request, SamplingParams
 
 FILES = ("humaneval", "gsm8k", "mt-bench")
 OWN = ("suite:writing", "code-edit")
@@ -73,26 +71,11 @@ class OutOfTime(Exception):
     pass
 
 
-class Wrong(NoDrafter):
-    """Always has something to propose: ordinary tokens at random, which the target picks once
-    in a vocabulary. Its name is that of n-grams, so that it is believed to be as cheap."""
+class Wrong(RandomDrafter):
+    """Always has something to propose, which the target picks once in a vocabulary. Its name is
+    that of n-grams, so that it is believed to be as cheap."""
 
     name = "ngram"
-
-    def __init__(self, vocab_size: int) -> None:
-        self._rng, self._vocab_size = np.random.default_rng(0), vocab_size
-
-    def example(self, greedy: bool) -> TokenTree:
-        return chain(0, [0])
-
-    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
-        return (Arm(drafter=self.name),)
-
-    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
-        return [
-            chain(s.tokens[-1], self._rng.integers(0, self._vocab_size, n).tolist())
-            for s, n in zip(seqs, budgets, strict=True)
-        ]
 
 
 @dataclass
@@ -157,7 +140,7 @@ def always_wrong(
     workload = load_workload(OWN[0], prompts=settings.prompts)
     context = Context(protocol=protocol, workload=workload, models=(), run=0, bandwidth=None)
     for temperature in settings.axes.temperatures:
-        drafter = Wrong(llm.tokenizer.vocab_size)
+        drafter = Wrong(llm.tokenizer.vocab_size, np.random.default_rng(0))
         policy = AdaptivePolicy(subject.adaptive.costs.profile, drafter, AdaptiveConfig(most=K))
         own = Subject(subject.engine, drafter, subject.render, adaptive=policy)
         cell = CellConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,11 @@ import torch
 
 # Tiny tensors gain nothing from a second thread, and on a busy machine threads wait long.
 torch.set_num_threads(1)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would the
+# commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

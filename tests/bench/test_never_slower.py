@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import devices as d
+import numpy as np
 import pytest
 
 from paceline.types import SamplingParams
@@ -32,7 +33,7 @@ def test_the_wrong_drafter_always_drafts_and_changes_nothing(
 ) -> None:
     params = SamplingParams(max_tokens=30, temperature=temperature, seed=1, ignore_eos=True)
     plain = d.run(d.make_engine("none"), d.PROMPTS, params)
-    engine = d.make_engine(script.Wrong(d.VOCAB), k=4)
+    engine = d.make_engine(script.Wrong(d.VOCAB, np.random.default_rng(0)), k=4)
     wrong = d.run(engine, d.PROMPTS, params)
     assert d.ids(wrong) == d.ids(plain)
     totals = engine.stats.totals

@@ -16,8 +16,17 @@ from paceline.draft.none import NoDrafter
 from paceline.draft.vocabulary import SameVocabulary
 from paceline.engine import profile as profiles
 from paceline.engine.engine import EngineConfig
-from paceline.engine.fitting import Run, Session, Step, fit_host, fit_target, settled
+from paceline.engine.fitting import (
+    Run,
+    Session,
+    Step,
+    at_one_speed,
+    fit_host,
+    fit_target,
+    settled,
+)
 from paceline.engine.measure import FULL, QUICK, measure
+from paceline.engine.policy import FixedBudget
 from paceline.engine.profile import (
     file_identity,
     load_profile,
@@ -79,6 +88,25 @@ def test_the_quick_depth_is_quick():
     target, drafter = machines(clock)
     measure(target, {"d": drafter}, CONFIG, depth=QUICK, clock=clock)
     assert clock.now < 5.0
+
+
+@pytest.mark.parametrize("depth", [QUICK, FULL])
+def test_a_step_is_told_from_its_sequences(depth):
+    """In both modes: with one batch size alone, least squares would give a step's whole host
+    cost to its sequences, and a batch of 16 would seem to take 16 times as long."""
+    clock = SimulatedClock()
+
+    class Slow(FixedBudget):
+        def budgets(self, seqs):
+            clock.work(4e-3 + 1e-3 * len(seqs))
+            return super().budgets(seqs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.engine.sessions.FixedBudget", Slow)
+        found = measure(Machine(clock, TARGET), {}, CONFIG, depth=depth, clock=clock)
+    for host in found.host.values():
+        for batch in (1, 4, 16):
+            assert host(batch, batch) == pytest.approx(4e-3 + 1e-3 * batch, rel=0.1)
 
 
 def test_interruptions_leave_medians_alone():
@@ -159,7 +187,7 @@ def test_passes_cost_what_they_cost_in_the_engine():
 
     far = run_of((0, 4), reading, prompt=2000)
     cycles.append([run_of((0, 0), greedy(1.3)), far])
-    found, spread = fit_target(TARGET, cycles)
+    found, spread = fit_target(TARGET, at_one_speed(cycles))
     unit = found.rows(1) / (IN_ENGINE[1] * TARGET.rows(1))
     assert 0.9 <= unit <= 1.6
     for n, factor in IN_ENGINE.items():

@@ -104,7 +104,7 @@ def demo(
     device: c.Device = "auto",
 ) -> None:
     """Decode an ordinary and a copy-heavy prompt plainly and speculatively; compare."""
-    draft = draft or best_shipped(model)
+    draft = best_shipped(model) if draft is None else draft
     llm = c.load(model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
     comparisons = []
     with Progress(

@@ -29,8 +29,8 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.costs import Costs, Work
 from paceline.engine.explore import Lengths, Probe, Rates, Rest
 from paceline.engine.ledger import Ledger
+from paceline.engine.plan import Choice, Choices, Plan, work_of
 from paceline.engine.policy import Part, Round
-from paceline.engine.weigh import best_length, caps, spread
 from paceline.errors import UserError
 from paceline.types import Sequence
 
@@ -73,29 +73,6 @@ class AdaptiveConfig:
                 raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """For one sequence: who may propose and how much. free: whether this policy decided.
-    mode: of its costs."""
-
-    arm: Arm | None
-    budget: int
-    free: bool
-    mode: str
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A round that could be. value: E[tokens] - lambda E[seconds], its seconds and those of
-    catching up among them."""
-
-    choices: dict[int, _Choice]
-    work: Work
-    value: float
-    seconds: float
-    catching_up: float = 0.0
-
-
 class AdaptivePolicy:
     """Mutable; one engine's. clock: seconds, for what deciding itself takes."""
 
@@ -115,10 +92,11 @@ class AdaptivePolicy:
         self._clock = clock
         self._lengths = Lengths()
         self._rates = Rates()
+        self._choices = Choices(self.costs, self.acceptance, self._lengths)
         self._probes: dict[str, Probe] = {}
         self._probing: tuple[int, str] | None = None
-        self._plan: _Plan | None = None
-        self._settled: _Plan | None = None
+        self._plan: Plan | None = None
+        self._settled: Plan | None = None
         self._thinking = 0.0
         self._rest = Rest()
         self._since_plain = 0
@@ -147,7 +125,7 @@ class AdaptivePolicy:
         choice = self._plan.choices.get(seq.id) if self._plan else None
         return choice.arm.drafter if choice and choice.free and choice.arm else None
 
-    def _decide(self, seqs: Seq[Sequence]) -> _Plan:
+    def _decide(self, seqs: Seq[Sequence]) -> Plan:
         base = self._plain(seqs)
         choices = base.choices
         free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
@@ -165,7 +143,7 @@ class AdaptivePolicy:
         if not any(arms.values()) or self._resting(arms):
             return base
         start = self._clock()
-        base = self._as_plan(seqs, choices)
+        base = self._choices.plan(seqs, choices)
         self._scale_ledger(base.seconds)
         chosen = self._best(seqs, free, arms, base)
         plan = self._with_probe(seqs, free, arms, base, chosen)
@@ -179,14 +157,14 @@ class AdaptivePolicy:
             self._rest.begin(arms, on_trial, took, base.seconds)
         return plan
 
-    def _plain(self, seqs: Seq[Sequence]) -> _Plan:
+    def _plain(self, seqs: Seq[Sequence]) -> Plan:
         """What the requests themselves settle, nothing drafted beyond; not priced."""
         ids = [s.id for s in seqs]
         known = self._settled
         if known is not None and list(known.choices) == ids:
             return known
         choices = {s.id: self._given(s) for s in seqs}
-        plan = _Plan(choices, self._work(seqs, choices), 0.0, 0.0)
+        plan = self._choices.unpriced(seqs, choices)
         # What a request's own k asks for changes from round to round.
         self._settled = plan if all(c.free for c in choices.values()) else None
         return plan
@@ -200,15 +178,15 @@ class AdaptivePolicy:
         due = any(self._probe(name).due for name in self._rest.refused)
         return self._rest.goes_on(arms, wake=due)
 
-    def _given(self, seq: Sequence) -> _Choice:
+    def _given(self, seq: Sequence) -> Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
         k, mode = seq.params.k, mode_of(seq.params.temperature)
         if k is None and unsteady(seq.params):
             k = min(STEADY_K, self.config.most)
         if k is None:
-            return _Choice(None, 0, True, mode)
+            return Choice(None, 0, True, mode)
         arms = arms_of(self._drafter, seq) if k > 0 else ()
-        return _Choice(arms[0] if arms else None, k, False, mode)
+        return Choice(arms[0] if arms else None, k, False, mode)
 
     def _arms(self, seq: Sequence) -> list[Arm]:
         """What may be drafted for a sequence, within its limits."""
@@ -219,118 +197,25 @@ class AdaptivePolicy:
         found = arms_of(self._drafter, seq)
         return [a if a.most <= most else replace(a, most=most) for a in found if a.most > 0]
 
-    def _work(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> Work:
-        chosen = [choices[s.id] for s in seqs]
-        return Work(
-            budgets=tuple(c.budget if c.arm else 0 for c in chosen),
-            drafters=tuple(c.arm.drafter if c.arm else None for c in chosen),
-            lags=tuple(c.arm.lag if c.arm else 0 for c in chosen),
-            contexts=tuple(s.computed for s in seqs),
-            modes=tuple(c.mode for c in chosen),
-        )
-
-    def _as_plan(self, seqs: Seq[Sequence], choices: dict[int, _Choice]) -> _Plan:
-        work = self._work(seqs, choices)
-        return _Plan(choices, work, 0.0, self.costs.of(work))
-
     def _scale_ledger(self, plain: float) -> None:
         """What is given in plain steps, in seconds; never lowered."""
         self.ledger.start = max(self.ledger.start, self.config.start * plain)
         self.ledger.credit = max(self.ledger.credit, self.config.credit * plain)
 
     def _best(
-        self, seqs: Seq[Sequence], free: Seq[Sequence], arms: dict[int, list[Arm]], base: _Plan
-    ) -> _Plan:
+        self, seqs: Seq[Sequence], free: Seq[Sequence], arms: dict[int, list[Arm]], base: Plan
+    ) -> Plan:
         """The most valuable round that the ledger permits; `base` where none beats it."""
         price = self._rates.speedup(len(seqs)) * len(seqs) / base.seconds
-        work = base.work
-        most = sum(max((a.most for a in arms[s.id]), default=0) for s in free)
-        by_rows = self.costs.per_row(len(seqs), work.contexts, most, work.mode)
-        picked, gains = self._pick(free, arms, by_rows, price, base)
-        if not picked:
-            return base
-        plans = []
-        if len(picked) == 1:
-            ((i, arm),) = picked.items()
-            drafting = self._drafting(arm, len(gains[i]), work, base.choices[i].mode)
-            k, _ = best_length(gains[i], drafting, by_rows, price)
-            plans.append(self._price(seqs, picked, {i: k}, gains, base, price))
-        else:
-            for cap in caps(max(len(g) for g in gains.values())):
-                budgets = spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
-                plans.append(self._price(seqs, picked, budgets, gains, base, price))
-        floor = -price * base.seconds
-        for plan in sorted(plans, key=lambda p: -p.value):
-            if plan.value <= floor:
-                break
-            if self._permitted(plan, base, [s for s in free if s.id in picked]):
+        for plan in self._choices.better(seqs, free, arms, base, price):
+            who = [s for s in free if plan.choices[s.id].arm]
+            if self._permitted(plan, base, who):
                 for name in {c.arm.drafter for c in plan.choices.values() if c.free and c.arm}:
                     self._probe(name).adopted()
                 return plan
         return base
 
-    def _pick(
-        self,
-        free: Seq[Sequence],
-        arms: dict[int, list[Arm]],
-        by_rows: list[float],
-        price: float,
-        base: _Plan,
-    ) -> tuple[dict[int, Arm], dict[int, list[float]]]:
-        """For each sequence the arm that promises most, were it alone in drafting, and what
-        its nodes are expected to bring."""
-        deepest = max((a.most for many in arms.values() for a in many), default=0)
-        alone: dict[tuple[str, str], list[float]] = {}
-        picked, gains = {}, {}
-        for s in free:
-            best, mode = -float("inf"), base.choices[s.id].mode
-            for arm in arms[s.id]:
-                found = self.acceptance.of(s.id, arm).gains(arm.most)
-                promise = 0.0
-                if len(arms[s.id]) > 1:
-                    kind = (arm.drafter, mode)
-                    if kind not in alone:
-                        alone[kind] = self._drafting(arm, deepest, base.work, mode)
-                    _, promise = best_length(found, alone[kind], by_rows, price)
-                    promise -= price * self._investment(s, arm)
-                if promise > best:
-                    best, picked[s.id], gains[s.id] = promise, arm, found
-        return picked, gains
-
-    def _drafting(self, arm: Arm, most: int, work: Work, mode: str) -> list[float]:
-        """Seconds of drafting 1, 2, ... `most` nodes for one sequence alone."""
-        context = sum(work.contexts) // len(work.contexts)
-        return [self.costs.alone(arm.drafter, k, context, mode) for k in range(1, most + 1)]
-
-    def _investment(self, seq: Sequence, arm: Arm) -> float:
-        """Seconds a round of what catching up takes, over the rounds that it will serve."""
-        if arm.lag <= 2:
-            return 0.0
-        left = self._lengths.remaining(seq.n_output, seq.params.max_tokens)
-        tau = 1.0 + sum(self.acceptance.of(seq.id, arm).gains(arm.most))
-        return self.costs.catching_up(arm.drafter, arm.lag) / max(1.0, left / tau)
-
-    def _price(
-        self,
-        seqs: Seq[Sequence],
-        picked: dict[int, Arm],
-        budgets: dict[int, int],
-        gains: dict[int, list[float]],
-        base: _Plan,
-        price: float,
-    ) -> _Plan:
-        choices = dict(base.choices)
-        for i, k in budgets.items():
-            choices[i] = _Choice(picked[i], k, True, base.choices[i].mode)
-        plan = self._as_plan(seqs, choices)
-        late = {s: picked[s.id] for s in seqs if s.id in budgets and picked[s.id].lag > 2}
-        catching_up = sum(self.costs.catching_up(a.drafter, a.lag) for a in late.values())
-        invested = sum(self._investment(s, a) for s, a in late.items())
-        tokens = sum(sum(gains[i][:k]) for i, k in budgets.items())
-        lasting = plan.seconds - catching_up + invested
-        return replace(plan, value=tokens - price * lasting, catching_up=catching_up)
-
-    def _permitted(self, plan: _Plan, base: _Plan, who: Seq[Sequence]) -> bool:
+    def _permitted(self, plan: Plan, base: Plan, who: Seq[Sequence]) -> bool:
         """Whether the ledger has room. For each drafter's first rounds room is made."""
         most = MARGIN * plan.seconds
         if self.ledger.permits(most, base.seconds):
@@ -361,9 +246,9 @@ class AdaptivePolicy:
         seqs: Seq[Sequence],
         free: Seq[Sequence],
         arms: dict[int, list[Arm]],
-        base: _Plan,
-        chosen: _Plan,
-    ) -> _Plan:
+        base: Plan,
+        chosen: Plan,
+    ) -> Plan:
         """The chosen round, and a few nodes more for one sequence where a drafter that was
         not asked is due for another look and the ledger has room."""
         used = {c.arm.drafter for c in chosen.choices.values() if c.arm and c.budget}
@@ -381,8 +266,8 @@ class AdaptivePolicy:
             if not probe.due and not self._on_trial(name):
                 continue
             k = min(probe.size, arm.most)
-            choice = _Choice(arm, k, True, chosen.choices[seq.id].mode)
-            plan = self._as_plan(seqs, {**chosen.choices, seq.id: choice})
+            choice = Choice(arm, k, True, chosen.choices[seq.id].mode)
+            plan = self._choices.plan(seqs, {**chosen.choices, seq.id: choice})
             plan = replace(plan, catching_up=self.costs.catching_up(name, arm.lag))
             if self._permitted(plan, base, [seq]):
                 self._probing = (seq.id, name)
@@ -410,7 +295,8 @@ class AdaptivePolicy:
             self.ledger.record(done.seconds, done.seconds - self._thinking)
             return
         self._count(parts, plan)
-        work = self._done(parts, plan)
+        chosen = [plan.choices[p.seq_id] for p in parts]  # what was really done
+        work = work_of(chosen, [p.drafted for p in parts], [p.context for p in parts])
         t_pass = max(done.t_target + done.t_other - self._thinking, 1e-9)
         self.costs.observe(work, done.t_draft, t_pass)
         for p in parts:
@@ -420,18 +306,7 @@ class AdaptivePolicy:
         self._charge(parts, plan, work, done)
         self._judge_probe(parts, plan, work)
 
-    def _done(self, parts: Seq[Part], plan: _Plan) -> Work:
-        """The work that was really done."""
-        chosen = [plan.choices[p.seq_id] for p in parts]
-        return Work(
-            budgets=tuple(p.drafted for p in parts),
-            drafters=tuple(c.arm.drafter if c.arm else None for c in chosen),
-            lags=tuple(c.arm.lag if c.arm else 0 for c in chosen),
-            contexts=tuple(p.context for p in parts),
-            modes=tuple(c.mode for c in chosen),
-        )
-
-    def _charge(self, parts: Seq[Part], plan: _Plan, work: Work, done: Round) -> None:
+    def _charge(self, parts: Seq[Part], plan: Plan, work: Work, done: Round) -> None:
         """Enter the round in the ledger, and what it brought in the running speed-up."""
         free = [p for p in parts if plan.choices[p.seq_id].free]
         plain = self.costs.plain(work.contexts, work.mode)
@@ -457,7 +332,7 @@ class AdaptivePolicy:
         if not forced:
             self._rates.add(len(parts), sum(p.emitted for p in parts), share, done.seconds)
 
-    def _count(self, parts: Seq[Part], plan: _Plan) -> None:
+    def _count(self, parts: Seq[Part], plan: Plan) -> None:
         drafters = set()
         for p in parts:
             arm = plan.choices[p.seq_id].arm
@@ -468,7 +343,7 @@ class AdaptivePolicy:
         self._plain_rounds += not drafters
         self._since_plain = self._since_plain + 1 if drafters else 0
 
-    def _judge_probe(self, parts: Seq[Part], plan: _Plan, work: Work) -> None:
+    def _judge_probe(self, parts: Seq[Part], plan: Plan, work: Work) -> None:
         """Whether a probe's tokens were worth what it took, catching up aside."""
         if self._probing is None:
             return

@@ -89,10 +89,11 @@ def _near(run: Run) -> bool:
     return run.session.prompt < LONG
 
 
-def at_one_speed(cycle: Seq[Run], target: TargetCost) -> list[Run]:
-    """A cycle's runs as the machine would have taken them at the speed of `target`."""
-    factor = target.rows(1) / _plain(cycle)
-    return [run.scaled(factor) for run in cycle]
+def at_one_speed(cycles: Seq[Seq[Run]]) -> list[Run]:
+    """All runs as the machine would have taken them at one speed: that of the median cycle, by
+    the plain greedy steps of each."""
+    unit = median(map(_plain, cycles))
+    return [run.scaled(unit / _plain(cycle)) for cycle in cycles for run in cycle]
 
 
 def settled(run: Run, target: TargetCost, host: Mapping[str, HostCost]) -> Run:
@@ -106,42 +107,39 @@ def settled(run: Run, target: TargetCost, host: Mapping[str, HostCost]) -> Run:
     return run.scaled(median(known)) if known else run
 
 
-def fit_target(swept: TargetCost, cycles: Seq[Seq[Run]]) -> tuple[TargetCost, float]:
+def fit_target(swept: TargetCost, runs: Seq[Run]) -> tuple[TargetCost, float]:
     """The target's cost as it is between an engine's other work, and the relative standard
     error of its ratios.
 
-    swept: of passes that follow each other. cycles: with random drafts, all of short sequences
-    but the last perhaps; how much longer than `swept` their passes take, against the plain
-    ones next to them, goes by rows.
+    swept: of passes that follow each other. runs: with random drafts, at one speed; how much
+    longer than `swept` the greedy ones' passes take goes by rows, and by context with long
+    prompts.
     """
-    unit = median(_plain(c) for c in cycles)
     found: dict[int, list[float]] = {}
     far = []
-    for cycle in cycles:
-        factor = unit / _plain(cycle)
-        for run in cycle:
-            for s in run.steps if not run.session.sampled else ():
-                if _near(run):
-                    took = factor * s.t_p / swept(s.rows, s.contexts)
-                    found.setdefault(sum(s.rows), []).append(took)
-                else:
-                    far.append((s, factor * s.t_p))
+    for run in runs:
+        for s in run.steps if not run.session.sampled else ():
+            if _near(run):
+                found.setdefault(sum(s.rows), []).append(s.t_p / swept(s.rows, s.contexts))
+            else:
+                far.append(s)
     seen = sorted(found)
     xs = sorted({*swept.rows.xs, *map(float, seen)})
     longer = np.interp(xs, seen, [median(found[n]) for n in seen])
     ys = isotonic_regression(np.array([swept.rows(x) for x in xs]) * longer).x
     target = replace(swept, rows=Curve(xs=tuple(xs), ys=tuple(ys.tolist())))
-    reading = [
-        (t - target.rows(sum(s.rows)))
-        / max(target(s.rows, s.contexts) - target.rows(sum(s.rows)), 1e-12)
-        for s, t in far
-    ]
+    reading = [(s.t_p - target.rows(sum(s.rows))) / max(_read(target, s), 1e-12) for s in far]
     if reading:
         more = max(median(reading), 0.0)
         entry = Curve(xs=swept.per_entry.xs, ys=tuple(y * more for y in swept.per_entry.ys))
         target = replace(target, per_entry=entry)
     spread = [relative_error(v) for n, v in found.items() if n > 1 and len(v) > 2]
     return target, float(np.mean(spread)) if spread else 0.0
+
+
+def _read(target: TargetCost, step: Step) -> float:
+    """The part of a pass that reads the cache."""
+    return target(step.rows, step.contexts) - target.rows(sum(step.rows))
 
 
 def fit_host(runs: Seq[Run], target: TargetCost, mode: str) -> HostCost:
@@ -197,13 +195,18 @@ def fit_draft(
     ]  # fmt: skip
     slack = target.rows(1) * math.hypot(spread / 2, _plain_error(short))
     cost = replace(cost, fixed=max(_shrunk(rest, slack), 0.0))
+    sampled = [r for r in runs if r.session.sampled]
+    drawn = [s for r in sampled for s in r.steps if s.drafted > 0]
+    if not drawn:
+        return cost
     more = [
         (s.t_q + s.t_o + s.t_p - cost(s.k, s.contexts) - target(s.rows, s.contexts)
          - host["sampled"](len(s.rows), sum(s.rows))) / s.drafted
-        for r in runs if r.session.sampled for s in r.steps if s.drafted > 0
+        for s in drawn
     ]  # fmt: skip
-    slack += target.rows(1) * _plain_error([r for r in runs if r.session.sampled])
-    return replace(cost, sampling=max(_shrunk(more, slack / 4), 0.0))
+    slack += target.rows(1) * _plain_error(sampled)
+    each = slack / median(s.drafted for s in drawn)
+    return replace(cost, sampling=max(_shrunk(more, each), 0.0))
 
 
 def _plain_error(runs: Seq[Run]) -> float:

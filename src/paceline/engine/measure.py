@@ -55,7 +55,8 @@ class Depth:
     """How much to measure. rows: of a pass, all of whose logits are wanted; chunks: of a
     prompt's pass, without; sweeps: repetitions; context: long one for the cost of reading a
     cache, at `reading` rows. random: engine steps with random drafts, `cycles` times; far: the
-    same once, with long prompts. sessions: engine steps with each drafter."""
+    same once, with long prompts. sessions: engine steps with each drafter. Single and batched
+    ones of both modes among `random` tell a step's host cost from a sequence's."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -69,14 +70,16 @@ class Depth:
 
 
 QUICK = Depth(
-    rows=(1, 2, 4, 6, 9, 16),
+    rows=(1, 2, 4, 9, 16),
     chunks=(),
-    sweeps=2,
+    sweeps=1,
     context=1024,
     reading=(1, 8),
     random=(
         Session(budgets=(0, 1, 4, 8), rounds=1, prompt=8, streak=2),
         Session(sampled=True, budgets=(0, 4), rounds=1, prompt=8, streak=2),
+        Session(batch=4, budgets=(0,), rounds=1, prompt=4),
+        Session(batch=4, sampled=True, budgets=(0,), rounds=1, prompt=4),
     ),
     cycles=1,
     far=(),
@@ -150,9 +153,9 @@ def measure(
                 tick(0.5 + 0.5 * share, f"steps with {label}")
                 runs[label].append(run_session(engine, session, vocab, rng))
         tick(1.0, "done")
-    target, spread_target = fit_target(swept, cycles)
-    calm = [run for cycle in cycles for run in at_one_speed(cycle, target)]
-    host = {mode: fit_host(calm, target, mode) for mode in MODES}
+    random = at_one_speed(cycles)
+    target, spread_target = fit_target(swept, random)
+    host = {mode: fit_host(random, target, mode) for mode in MODES}
     runs = {label: [settled(run, target, host) for run in many] for label, many in runs.items()}
     drafts = {label: fit_draft(many, target, host, spread_target) for label, many in runs.items()}
     return Profile(
