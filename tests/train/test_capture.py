@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_devices import ENGINE, info_of, short
+from train_devices import ENGINE, info_of, short, write_capture
 
 from paceline import LLM, UserError
 from paceline.engine.engine import EngineConfig
@@ -164,6 +164,25 @@ def test_another_capture_is_not_mixed_in(tiny_target: Path, tmp_path: Path) -> N
     (tmp_path / "capture.json").write_text(json.dumps({"model": "x"}))
     with pytest.raises(UserError, match="can't be read"):
         Corpus(tmp_path)
+
+
+def test_captures_of_one_kind_are_read_together(
+    tiny_target: Path, tiny_capture: Path, tmp_path: Path
+) -> None:
+    more = write_capture(tmp_path / "more", tiny_target, 300, max_tokens=8)
+    one, other = Corpus(tiny_capture, held_out=0), Corpus(more, held_out=0)
+    both = Corpus(tiny_capture, more, held_out=0)
+    assert both.tokens(both.training) == one.tokens(one.training) + other.tokens(other.training)
+    last = both.sequence(both.training[-1], ["final"])
+    assert torch.equal(last.tokens_T, other.sequence(other.training[-1], ["final"]).tokens_T)
+    assert len({one.sha256, other.sha256, both.sha256}) == 3
+    assert torch.equal(both.frequencies(), one.frequencies() + other.frequencies())
+    with pytest.raises(UserError, match="named twice"):
+        Corpus(more, more)
+    path = more / "capture.json"
+    path.write_text(path.read_text().replace('"target_sha256": "', '"target_sha256": "0'))
+    with pytest.raises(UserError, match="captures of one kind"):
+        Corpus(tiny_capture, more)
 
 
 def test_prefix_cache_is_refused(tiny_target: Path, tmp_path: Path) -> None:

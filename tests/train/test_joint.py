@@ -83,7 +83,7 @@ def test_a_run_writes_a_target_and_heads_that_fit_it(
     config = TrainConfig(
         lr=1e-2, steps=60, pack_tokens=256, clip=5.0, eval_every=10**6, autocast=False
     )
-    result = train_head(opened(tiny_target), tiny_capture, tmp_path, OPTIONS, config)
+    result = train_head(opened(tiny_target), [tiny_capture], tmp_path, OPTIONS, config)
     assert result.finished
     losses = [entry["loss"] for entry in result.log]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
@@ -101,4 +101,4 @@ def test_a_run_writes_a_target_and_heads_that_fit_it(
 def test_a_gguf_target_is_refused(smollm_path: Path, tiny_capture: Path, tmp_path: Path) -> None:
     target = open_checkpoint("smollm2-135m")
     with pytest.raises(UserError, match=r"\.gguf file.*safetensors folder"):
-        train_head(target, tiny_capture, tmp_path, OPTIONS, TrainConfig())
+        train_head(target, [tiny_capture], tmp_path, OPTIONS, TrainConfig())

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,14 +39,22 @@ def settings(**changes: object) -> TrainConfig:
 
 
 def trainer(
-    target: Path, data: Path, out: Path, config: TrainConfig, objective: str = "eagle3"
+    target: Path,
+    data: Path,
+    out: Path,
+    config: TrainConfig,
+    objective: str = "eagle3",
+    *,
+    prompts: bool = True,
 ) -> Trainer:
-    options = HeadOptions(objective=objective, vocabulary=120, steps=3, heads=2, loss_warmup=4)
+    options = HeadOptions(
+        objective=objective, vocabulary=120, steps=3, heads=2, loss_warmup=4, prompts=prompts
+    )
     corpus = Corpus(data, held_out=8)
     checkpoint = opened(target)
     made = make_objective(
         options, corpus, checkpoint, read_tables(checkpoint, torch.float32),
-        seed=config.seed, dtype=torch.float32,
+        seed=config.seed, updates=config.updates(corpus), dtype=torch.float32,
     )  # fmt: skip
     return Trainer(made, corpus, config, out)
 
@@ -142,11 +151,11 @@ def test_a_head_learns_its_target(
     tiny_capture: Path,
     tmp_path: Path,
 ) -> None:
-    """Eight sequences by heart; seeded, so no false alarm by chance."""
+    """Eight answers by heart; seeded, so no false alarm by chance."""
     config = settings(
         steps=updates, pack_tokens=256, lr=1e-2, clip=5.0, eval_every=10**6, save_every=10**6
     )
-    run = trainer(tiny_target, tiny_capture, tmp_path, config, objective)
+    run = trainer(tiny_target, tiny_capture, tmp_path, config, objective, prompts=False)
     run.corpus.training = run.corpus.training[:8]
     run._held_out = run.corpus.packs(run.corpus.training, 512)
     before = run.evaluate()
@@ -189,7 +198,7 @@ def test_the_written_head_is_found_with_its_provenance(
 ) -> None:
     options = HeadOptions(objective="medusa", vocabulary=120, heads=2)
     result = train_head(
-        opened(tiny_target), tiny_capture, tmp_path, options, settings(), command="paceline x"
+        opened(tiny_target), [tiny_capture], tmp_path, options, settings(), command="paceline x"
     )
     assert result.finished
     source = open_head(tmp_path / "head", n_layers=8, vocab_size=260)
@@ -202,26 +211,62 @@ def test_the_written_head_is_found_with_its_provenance(
     assert all(0 <= a <= 1 for row in source.about.accuracy_MJ for a in row)
 
 
+def test_a_trained_head_is_trained_on(
+    tiny_target: Path, tiny_capture: Path, tmp_path: Path
+) -> None:
+    """The second run begins with the first one's weights and vocabulary."""
+    target, corpus = opened(tiny_target), Corpus(tiny_capture)
+    tables = read_tables(target, torch.float32)
+    first = HeadOptions(objective="eagle3", vocabulary=120, steps=1)
+    train_head(target, [tiny_capture], tmp_path, first, settings(), save_dtype="float32")
+    folder = str(tmp_path / "head")
+
+    def made(**fields: object) -> EagleHead:
+        given = {"init": folder, "steps": 3, **fields}
+        options = replace(first, **given)  # type: ignore[arg-type]
+        objective = make_objective(
+            options, corpus, target, tables, seed=5, updates=8, dtype=torch.float32
+        )
+        assert isinstance(objective.module, EagleHead)
+        return objective.module
+
+    written = open_head(folder, n_layers=8, vocab_size=260).load().module.state_dict()
+    begun = made()
+    assert begun.training
+    assert begun.state_dict().keys() == written.keys()
+    assert all(torch.equal(w, written[name]) for name, w in begun.state_dict().items())
+    with pytest.raises(UserError, match="--vocabulary 120"):
+        made(vocabulary=100)
+    with pytest.raises(UserError, match="unknown init 'nowhere'"):
+        replace(first, init="nowhere")
+    medusa = HeadOptions(objective="medusa", vocabulary=120, heads=2)
+    train_head(target, [tiny_capture], tmp_path / "m", medusa, settings())
+    with pytest.raises(UserError, match="holds medusa"):
+        made(init=str(tmp_path / "m" / "head"))
+
+
 def test_what_does_not_fit_is_refused_before_training(
     tiny_target: Path, tiny_capture: Path, tmp_path: Path
 ) -> None:
     other = opened(write_target(tmp_path / "other", seed=1))
     eagle = HeadOptions(objective="eagle3", vocabulary=120)
     with pytest.raises(UserError, match="captured from"):
-        train_head(other, tiny_capture, tmp_path / "out", eagle, settings())
+        train_head(other, [tiny_capture], tmp_path / "out", eagle, settings())
     with pytest.raises(UserError, match="unknown dtype"):
         train_head(
             opened(tiny_target),
-            tiny_capture,
+            [tiny_capture],
             tmp_path / "out",
             eagle,
             settings(),
             save_dtype="int3",
         )
     with pytest.raises(UserError, match=r"no capture\.json"):
-        train_head(opened(tiny_target), tmp_path, tmp_path / "out", eagle, settings())
+        train_head(opened(tiny_target), [tmp_path], tmp_path / "out", eagle, settings())
     with pytest.raises(UserError, match="unknown objective"):
         HeadOptions(objective="eagle9")
+    with pytest.raises(UserError, match="grow = 2"):
+        HeadOptions(objective="eagle3", grow=2)
     with pytest.raises(UserError, match="lr = 0"):
         settings(lr=0)
     assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,12 @@ def pack(tables: Tables) -> Pack:
     )
 
 
+def answers(**fields: object) -> LossConfig:
+    """A loss in float64 over the rows where the target chose."""
+    given = {"warmup": 0, "prompts": False, "dtype": torch.float64, **fields}
+    return LossConfig(**given)  # type: ignore[arg-type]
+
+
 def head(kind: str) -> EagleHead:
     config = EagleConfig(
         kind=kind,  # type: ignore[arg-type]
@@ -105,7 +112,7 @@ def pooled(per_sequence: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["ce", "overlap"])
 def test_eagle3_equals_the_reference(kind: losses.Kind, pack: Pack, tables: Tables) -> None:
     module, steps, decay = head("eagle3"), 4, 0.8
-    config = LossConfig(kind=kind, warmup=0, decay=decay, dtype=torch.float64)
+    config = answers(kind=kind, decay=decay)
     parts: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(steps)]
     for rows, p_TU, usable_T in by_sequence(pack, tables):
         taps = torch.cat([pack.taps[tap_name(t)][rows] for t in TAPS], -1)
@@ -125,16 +132,47 @@ def test_eagle3_equals_the_reference(kind: losses.Kind, pack: Pack, tables: Tabl
     check(Eagle3(module, tables, config, steps=steps), pack, expected)
 
 
+def test_prompt_rows_teach_what_the_target_would_have_said(pack: Pack, tables: Tables) -> None:
+    """The captured columns hold nothing for a prompt's row; the law follows from the feature.
+    Evaluation is over answers alone."""
+    blank = replace(
+        pack,
+        top_N=torch.where(pack.law_N, pack.top_N, 0),
+        logz_N=torch.where(pack.law_N, pack.logz_N, torch.zeros_like(pack.logz_N)),
+    )
+    whole = replace(pack, law_N=torch.ones_like(pack.law_N))
+    assert not torch.equal(whole.law_N, pack.law_N)
+    module = head("eagle3")
+    with_prompts = Eagle3(module, tables, answers(prompts=True), steps=2)
+    plain = Eagle3(module, tables, answers(), steps=2)
+    found, expected = with_prompts(blank, 0), plain(whole, 0)
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert found.depths == expected.depths
+    assert found.depths != plain(pack, 0).depths
+    assert with_prompts(blank, 0, 2).depths == plain(pack, 0, 2).depths
+
+
+def test_unrolled_steps_grow_one_by_one(pack: Pack, tables: Tables) -> None:
+    growing = Eagle3(head("eagle3"), tables, answers(), steps=4, grow=30)
+    assert [growing.steps_at(s) for s in (0, 9, 10, 19, 20, 29, 30, 999)] == [
+        1, 1, 2, 2, 3, 3, 4, 4,
+    ]  # fmt: skip
+    assert [len(growing(pack, s).depths) for s in (0, 10, 30)] == [1, 2, 4]
+    assert len(growing(pack, 0, 3).depths) == 3  # an evaluation is as deep as it wants
+    at_once = Eagle3(head("eagle3"), tables, answers(), steps=4, grow=0)
+    assert at_once.steps_at(0) == 4
+
+
 def test_overlap_begins_behind_its_warm_up(pack: Pack, tables: Tables) -> None:
     module = head("eagle3")
-    late = LossConfig(kind="overlap", warmup=10, dtype=torch.float64)
+    late = answers(kind="overlap", warmup=10)
 
     def value(config: LossConfig, step: int) -> float:
         return float(Eagle3(module, tables, config, steps=2)(pack, step).loss.detach())
 
     at = {s: value(late, s) for s in (9, 10)}
     for step, kind in ((9, "ce"), (10, "overlap")):
-        plain = LossConfig(kind=kind, warmup=0, dtype=torch.float64)  # type: ignore[arg-type]
+        plain = answers(kind=kind)
         assert at[step] == value(plain, 0)
     assert at[9] != at[10]
 
@@ -142,7 +180,7 @@ def test_overlap_begins_behind_its_warm_up(pack: Pack, tables: Tables) -> None:
 def test_eagle1_equals_the_reference(pack: Pack, tables: Tables) -> None:
     module = head("eagle1")
     module.borrow_head(tables.head_VD[IDS])
-    config = LossConfig(dtype=torch.float64)
+    config = answers()
     objective = Eagle1(module, tables, config, noise=0.3, seed=11)
     noise = objective._noise_for(pack, 0, pack.taps["final"])
     assert not torch.equal(noise, objective._noise_for(pack, 1, pack.taps["final"]))
@@ -189,7 +227,7 @@ def test_medusa_equals_the_reference(
                 loss = [reference.law_loss(logits[t], p_TU[t + 1 + i], kind) for t in judged]
                 parts.append((torch.stack(loss).mean(), n))
         expected = expected + 0.8**i * pooled(parts)
-    loss_config = LossConfig(kind=kind, warmup=0, dtype=torch.float64)
+    loss_config = answers(kind=kind, decay=0.8)
     check(Medusa1(heads, tables, loss_config), pack, expected)
     # and the reference's own sum over heads, on one sequence
     rows, p_TU, usable_T = next(by_sequence(pack, tables))
@@ -265,6 +303,8 @@ def test_a_head_that_is_the_target_overlaps_wholly(tables: Tables, pack: Pack) -
 def test_settings_are_checked(tables: Tables) -> None:
     with pytest.raises(UserError, match="steps = 0"):
         Eagle3(head("eagle3"), tables, LossConfig(), steps=0)
+    with pytest.raises(UserError, match="grow = -1"):
+        Eagle3(head("eagle3"), tables, LossConfig(), grow=-1)
     with pytest.raises(UserError, match="unknown loss"):
         LossConfig(kind="mse")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="decay"):

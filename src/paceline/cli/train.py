@@ -29,13 +29,18 @@ app.command()(capture)
 app.command()(layerskip)
 
 
-Data = Annotated[Path, typer.Option(help="A folder that `paceline train capture` wrote.")]
+Data = Annotated[
+    list[Path], typer.Option(help="A folder that `paceline train capture` wrote; may be repeated.")
+]
 Vocabulary = Annotated[
     int, typer.Option(help="Tokens that the head can propose, the most frequent; 0 for all.")
 ]
 Loss = Annotated[str, typer.Option(help="ce (soft targets), or overlap (acceptance itself).")]
 LossWarmup = Annotated[int, typer.Option(help="Updates with ce before overlap begins.")]
 Decay = Annotated[float, typer.Option(help="Weight of draft step i is decay ** i.")]
+Prompts = Annotated[
+    bool, typer.Option("--prompts/--answers", help="Learn from prompts too, or answers alone.")
+]
 Epochs = Annotated[float, typer.Option(help="Passes over the data.")]
 Minutes = Annotated[float | None, typer.Option(help="End the schedule by then.")]
 Lr = Annotated[float, typer.Option(help="Largest learning rate.")]
@@ -55,11 +60,18 @@ def eagle3(
     out: Out,
     model: c.Model = c.DEFAULT_MODEL,
     steps: Annotated[int, typer.Option(help="Draft steps to unroll (3 to 7).")] = 5,
-    init: Annotated[str, typer.Option(help="target (its last layer), or random.")] = "target",
+    grow: Annotated[
+        float, typer.Option(help="Share of the updates over which unrolled steps grow from 1.")
+    ] = 0.3,
+    init: Annotated[
+        str,
+        typer.Option(help="target (its last layer), random, or the folder of a head to train on."),
+    ] = "target",
     vocabulary: Vocabulary = 8192,
     loss: Loss = "ce",
     loss_warmup: LossWarmup = 200,
-    decay: Decay = 0.8,
+    decay: Decay = 0.5,
+    prompts: Prompts = True,
     epochs: Epochs = 2.0,
     minutes: Minutes = None,
     lr: Lr = 1e-3,
@@ -81,7 +93,9 @@ def eagle3(
         loss=_kind(loss),
         loss_warmup=loss_warmup,
         decay=decay,
+        prompts=prompts,
         steps=steps,
+        grow=grow,
         init=init,
     )
     config = TrainConfig(
@@ -98,6 +112,7 @@ def eagle1(
     out: Out,
     model: c.Model = c.DEFAULT_MODEL,
     vocabulary: Vocabulary = 8192,
+    prompts: Prompts = True,
     epochs: Epochs = 2.0,
     minutes: Minutes = None,
     lr: Lr = 3e-4,
@@ -113,7 +128,7 @@ def eagle1(
     as_json: c.Json = False,
 ) -> None:
     """One decoder layer that predicts the target's next feature (EAGLE-1, EAGLE-2)."""
-    options = runs.HeadOptions(objective="eagle1", vocabulary=vocabulary or None)
+    options = runs.HeadOptions(objective="eagle1", vocabulary=vocabulary or None, prompts=prompts)
     config = TrainConfig(
         lr=lr, epochs=epochs, minutes=minutes, pack_tokens=pack_tokens, accumulate=accumulate,
         save_every=save_every, eval_every=eval_every, seed=seed, autocast=not f32,
@@ -140,7 +155,8 @@ def medusa(
     vocabulary: Vocabulary = 8192,
     loss: Loss = "ce",
     loss_warmup: LossWarmup = 200,
-    decay: Decay = 0.8,
+    decay: Decay = 0.5,
+    prompts: Prompts = True,
     epochs: Epochs = 2.0,
     minutes: Minutes = None,
     lr: Lr = 1e-3,
@@ -165,6 +181,7 @@ def medusa(
         loss=_kind(loss),
         loss_warmup=loss_warmup,
         decay=decay,
+        prompts=prompts,
         heads=heads,
         shared_head=shared_head,
     )
@@ -184,7 +201,7 @@ def _kind(loss: str) -> Kind:
 
 def _train(
     model: str,
-    data: Path,
+    data: list[Path],
     out: Path,
     options: runs.HeadOptions,
     config: TrainConfig,

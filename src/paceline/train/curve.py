@@ -22,10 +22,11 @@ def draw(log: Seq[Mapping[str, Any]], path: Path, title: str) -> None:
     loss.plot(tokens, [e["loss"] for e in log], linewidth=0.8)
     loss.set(xlabel="tokens seen", ylabel="training loss", title=title)
     evaluated = [e for e in log if "held_out" in e]
-    shown = evaluated or log
-    for depth in range(len((shown[-1].get("held_out") or shown[-1])["agree"])):
-        values = [(e.get("held_out") or e)["agree"][depth] for e in shown]
-        rate.plot([e["tokens"] for e in shown], values, marker=".", label=f"step {depth + 1}")
+    rates = [(e["tokens"], (e.get("held_out") or e)["agree"]) for e in evaluated or log]
+    for depth in range(max(len(agree) for _, agree in rates)):
+        # unrolled steps grow: early entries are not as deep
+        at = [(tokens, agree[depth]) for tokens, agree in rates if depth < len(agree)]
+        rate.plot(*zip(*at, strict=True), marker=".", label=f"step {depth + 1}")
     where = "held-out" if evaluated else "training"
     rate.set(xlabel="tokens seen", ylabel="greedy agreement", title=f"{where} acceptance")
     rate.set_ylim(0, 1)

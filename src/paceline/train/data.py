@@ -22,7 +22,7 @@ import json
 import os
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,22 +178,16 @@ def pack_records(records: Seq[Record]) -> Pack:
 
 
 class Corpus:
-    """A captured folder, read-only. Tensors are read where they are needed.
+    """Captured folders of one target, read-only. Tensors are read where they are needed.
 
-    held_out: every so-manieth sequence is kept from training (0: none).
-    Raises UserError where there is nothing to read.
+    info: the first folder's, with the seeds of all. held_out: every so-manieth sequence is
+    kept from training (0: none). Raises UserError where there is nothing to read, or the
+    folders do not fit each other.
     """
 
-    def __init__(self, folder: str | Path, *, held_out: int = 32) -> None:
-        self.folder = Path(folder)
-        path = self.folder / "capture.json"
-        if not path.is_file():
-            raise UserError(f"{folder}: no capture.json; make one with 'paceline train capture'")
-        self.info = read_info(path)
-        shards = shard_paths(self.folder)
-        if not shards:
-            raise UserError(f"{folder}: the capture holds no whole shard yet; let it run on")
-        digest = hashlib.sha256(path.read_bytes())
+    def __init__(self, *folders: str | Path, held_out: int = 32) -> None:
+        self.folders = [Path(folder) for folder in folders]
+        self.info, shards, digest = _joined(self.folders)
         self._files: list[Any] = [safe_open(s, framework="pt") for s in shards]
         self._places: list[tuple[int, int, int, str]] = []
         for i, (shard, file) in enumerate(zip(shards, self._files, strict=True)):
@@ -208,7 +202,7 @@ class Corpus:
         out = set(self.held_out)
         self.training = [i for i in everything if i not in out]
         if not self.training:
-            raise UserError(f"{folder}: all sequences are held out; capture more")
+            raise UserError(f"{self.folders[0]}: all sequences are held out; capture more")
 
     def tokens(self, which: Seq[int]) -> int:
         return sum(self._places[i][2] - self._places[i][1] for i in which)
@@ -224,8 +218,8 @@ class Corpus:
         missing = [t for t in taps if t not in set(file.keys())]
         if missing:
             raise UserError(
-                f"{self.folder} has no states {missing[0]!r}: capture them with --taps, or train "
-                "a head that reads what is there"
+                f"{self.folders[0]} has no states {missing[0]!r}: capture them with --taps, or "
+                "train a head that reads what is there"
             )
         return Record(
             key=key,
@@ -268,6 +262,32 @@ class Corpus:
             for ids in (record.next_T[record.law_T], record.top_T[record.law_T]):
                 counts += torch.bincount(ids, minlength=len(counts))
         return counts
+
+
+def _joined(folders: Seq[Path]) -> tuple[CaptureInfo, list[Path], hashlib._Hash]:
+    """What the folders are together, their shards, and a digest of what describes them."""
+    infos, shards, digest = [], [], hashlib.sha256()
+    for folder in folders:
+        path = folder / "capture.json"
+        if not path.is_file():
+            raise UserError(f"{folder}: no capture.json; make one with 'paceline train capture'")
+        infos.append(read_info(path))
+        found = shard_paths(folder)
+        if not found:
+            raise UserError(f"{folder}: the capture holds no whole shard yet; let it run on")
+        shards += found
+        digest.update(path.read_bytes())
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("a captured folder was named twice: name each once")
+    first = infos[0]
+    for folder, info in zip(folders, infos, strict=True):
+        for name in ("target_sha256", "taps"):
+            if getattr(info, name) != getattr(first, name):
+                raise UserError(
+                    f"{folder} was captured with {name} = {getattr(info, name)!r}, {folders[0]} "
+                    f"with {getattr(first, name)!r}: train on captures of one kind"
+                )
+    return replace(first, seeds="; ".join(info.seeds for info in infos)), shards, digest
 
 
 def draft_vocabulary(counts_V: torch.Tensor, size: int) -> torch.Tensor:

@@ -154,17 +154,17 @@ class Medusa2:
         self.config = loss
         self.taps = (FINAL_NAME,)
         self._heads_weight, self._heads_first = heads_weight, heads_first
-        self._judge = Judge(tables, heads.target_ids, loss.dtype)
+        self._judge = Judge(tables, heads.target_ids, loss)
         every = torch.arange(len(tables.head_VD))
-        self._lm_judge = Judge(tables, every, loss.dtype)
+        self._lm_judge = Judge(tables, every, loss)
 
     def __call__(self, pack: Pack, step: int, steps: int | None = None) -> Outcome:
         joint = step >= self._heads_first
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             final_ND = self.module.decoder(pack)
-        lm = self._against_old(pack, final_ND)
+        lm = self._against_old(pack, final_ND, training=steps is None)
         losses, depths = [lm.loss / max(lm.rows, 1)], []
-        laws, law_row_N = self._judge.laws(pack)
+        laws, law_row_N = self._judge.laws(pack, training=steps is None)
         heads = self.module.heads
         for i in range(heads.config.num_heads):
             rows, law_rows = judged_rows(pack, law_row_N, 1 + i)
@@ -194,11 +194,11 @@ class Medusa2:
     @torch.no_grad()
     def own(self, pack: Pack) -> Depth:
         """The adapted target's law against the old one's: how far it has moved."""
-        found = self._against_old(pack, self.module.decoder(pack))
+        found = self._against_old(pack, self.module.decoder(pack), training=False)
         return Depth(rows=found.rows, agreed=float(found.agreed), overlap=float(found.overlap))
 
-    def _against_old(self, pack: Pack, final_ND: torch.Tensor) -> HeadLosses:
-        laws, law_row_N = self._lm_judge.laws(pack)
+    def _against_old(self, pack: Pack, final_ND: torch.Tensor, *, training: bool) -> HeadLosses:
+        laws, law_row_N = self._lm_judge.laws(pack, training=training)
         rows, law_rows = judged_rows(pack, law_row_N, 0)
         head_VD = self._lm_judge.head_UD
         return head_loss(final_ND[rows], head_VD, laws, law_rows, "ce", dtype=self.config.dtype)

@@ -69,6 +69,13 @@ class TrainConfig:
             if value is not None and not value > 0:
                 raise UserError(f"{name} = {value} is out of range: use above 0")
 
+    def updates(self, corpus: Corpus) -> int:
+        """Updates of the whole schedule on this data."""
+        if self.steps is not None:
+            return self.steps
+        packs = len(corpus.epoch(self.seed, 0, self.pack_tokens))
+        return max(1, math.ceil(packs / self.accumulate * self.epochs))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -173,9 +180,7 @@ class Trainer:
         self._state = _State()
         self._log: list[dict[str, Any]] = []
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
-        packs = len(self._packs(0))
-        per_epoch = packs / config.accumulate
-        self.total = config.steps or max(1, math.ceil(per_epoch * config.epochs))
+        self.total = config.updates(corpus)
         self._held_out = corpus.packs(corpus.held_out, config.pack_tokens)[: config.eval_packs]
         self._last: Rates | None = None
         self.resumed = self._restore()

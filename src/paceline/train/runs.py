@@ -6,6 +6,7 @@ Legend: V vocabulary, U draft vocabulary, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from paceline.models.config import DecoderConfig
 from paceline.models.heads import EagleConfig, EagleHead, MedusaConfig, MedusaHeads
 from paceline.models.heads.calibration import Accuracy, rank_accuracy
 from paceline.models.heads.config import EagleKind
-from paceline.models.heads.formats import HeadNotes, save_head
+from paceline.models.heads.formats import HeadNotes, open_head, save_head
 from paceline.models.heads.storage import STORED
 from paceline.models.loading import Checkpoint, open_checkpoint
 from paceline.train.data import FINAL_NAME, Corpus, Record, draft_vocabulary
@@ -38,17 +39,21 @@ RANKS = 10
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
     """objective: medusa, medusa2, eagle1 or eagle3. vocabulary: tokens that the head can
-    propose, the most frequent of the capture (None: all). loss, loss_warmup, decay: see
-    `LossConfig`. steps: draft steps that EAGLE-3 unrolls. heads, shared_head: Medusa's, see
-    `MedusaConfig`. init: an EAGLE-3 layer starts from the target's last one, or at random.
-    rank, alpha, heads_first: of Medusa-2's adapters, see `paceline.train.joint`."""
+    propose, the most frequent of the capture (None: all). loss, loss_warmup, decay, prompts:
+    see `LossConfig`. steps: draft steps that EAGLE-3 unrolls, grown to over the share
+    `grow` of all updates.
+    heads, shared_head: Medusa's, see `MedusaConfig`. init: an EAGLE-3 layer starts from the
+    target's last one, at random, or as the trained head in a folder (with its draft
+    vocabulary). rank, alpha, heads_first: of Medusa-2's adapters, see `paceline.train.joint`."""
 
     objective: str
     vocabulary: int | None = 8192
     loss: Kind = "ce"
     loss_warmup: int = 200
-    decay: float = 0.8
+    decay: float = 0.5
+    prompts: bool = True
     steps: int = 5
+    grow: float = 0.3
     heads: int = 4
     shared_head: bool = False
     init: str = "target"
@@ -59,8 +64,12 @@ class HeadOptions:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise UserError(f"unknown objective {self.objective!r}: use {', '.join(OBJECTIVES)}")
-        if self.init not in INITS:
-            raise UserError(f"unknown init {self.init!r}: use {' or '.join(INITS)}")
+        if self.init not in INITS and not Path(self.init).is_dir():
+            raise UserError(
+                f"unknown init {self.init!r}: use {' or '.join(INITS)}, or the folder of a head"
+            )
+        if not 0 <= self.grow <= 1:
+            raise UserError(f"grow = {self.grow} is out of range: use 0 (at once) to 1")
         if not 1 <= self.heads <= 16:
             raise UserError(f"heads = {self.heads} is out of range: use 1 to 16")
 
@@ -69,7 +78,7 @@ def check_target(corpus: Corpus, target: Checkpoint) -> None:
     """UserError where the capture is another model's."""
     if target_sha256(target) != corpus.info.target_sha256:
         raise UserError(
-            f"{corpus.folder} was captured from {corpus.info.model!r} with other weights than "
+            f"{corpus.folders[0]} was captured from {corpus.info.model!r} with other weights than "
             f"{target.source.name!r}: name that model, or capture anew"
         )
 
@@ -81,13 +90,15 @@ def make_objective(
     tables: Tables,
     *,
     seed: int,
+    updates: int,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Objective:
-    """The head, seeded, with the target's rows, and what it learns."""
+    """The head, seeded, with the target's rows, and what it learns in so many updates."""
     loss = LossConfig(
-        kind=options.loss, warmup=options.loss_warmup, decay=options.decay, dtype=dtype
-    )
+        kind=options.loss, warmup=options.loss_warmup, decay=options.decay,
+        prompts=options.prompts, dtype=dtype,
+    )  # fmt: skip
     config, ids_U = target.config, _vocabulary(options, corpus)
     where = device or torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
@@ -101,14 +112,50 @@ def make_objective(
         kind: EagleKind = "eagle1" if options.objective == "eagle1" else "eagle3"
         taps = tuple(t for t in corpus.info.taps if t != FINAL) if kind == "eagle3" else (FINAL,)
         if not taps:
-            raise UserError(f"{corpus.folder} has no layer's states: capture them with --taps")
-        head = EagleHead(_eagle_config(kind, config, len(ids_U), taps), ids_U)
-        head.borrow_head(tables.head_VD[ids_U].float())
+            raise UserError(f"{corpus.folders[0]} has no layer's states: capture them with --taps")
+        wanted = _eagle_config(kind, config, len(ids_U), taps)
+        if options.init not in INITS:
+            head = _trained(options.init, wanted, corpus)
+        else:
+            head = EagleHead(wanted, ids_U)
+            head.borrow_head(tables.head_VD[ids_U].float())
         if kind == "eagle1":
             return Eagle1(head.to(where), tables.to(where), loss, seed=seed)
         if options.init == "target":
             start_from_target(head, tables)
-        return Eagle3(head.to(where), tables.to(where), loss, steps=options.steps)
+        grow = round(options.grow * updates)
+        return Eagle3(head.to(where), tables.to(where), loss, steps=options.steps, grow=grow)
+
+
+def _trained(folder: str, wanted: EagleConfig, corpus: Corpus) -> EagleHead:
+    """The EAGLE head in `folder`, to be trained further; UserError where its shape or its
+    target is another one."""
+    source = open_head(folder, n_layers=corpus.info.n_layers, vocab_size=wanted.vocab_size)
+    found = source.config
+    if not isinstance(found, EagleConfig) or found.kind != wanted.kind:
+        raise UserError(f"{folder} holds {source.kind}: --init takes a head of {wanted.kind}")
+    if source.about.target_hash not in ("", corpus.info.target_sha256):
+        raise UserError(
+            f"{folder} was trained for another target than this capture's: use --init target"
+        )
+    if found.draft_vocab_size != wanted.draft_vocab_size:
+        raise UserError(
+            f"{folder} proposes {found.draft_vocab_size} tokens, not "
+            f"{wanted.draft_vocab_size}: give --vocabulary {found.draft_vocab_size}"
+        )
+    differs = [name for name, value in asdict(wanted).items() if asdict(found)[name] != value]
+    if differs:
+        name = differs[0]
+        raise UserError(
+            f"{folder} has {name} = {getattr(found, name)}, and a head of this target on these "
+            f"taps {getattr(wanted, name)}: use --init target"
+        )
+    loaded = source.load()
+    if loaded.embedding_VD is not None:
+        raise UserError(f"{folder} has embeddings of its own, which are not trained: use --init "
+                        "target")  # fmt: skip
+    assert isinstance(loaded.module, EagleHead)
+    return loaded.module.train()
 
 
 def _joint(
@@ -190,7 +237,7 @@ def _medusa_config(options: HeadOptions, c: DecoderConfig, draft_vocab: int) -> 
 
 def train_head(
     target: Checkpoint,
-    data: Path,
+    data: Seq[Path],
     out: Path,
     options: HeadOptions,
     config: TrainConfig,
@@ -212,14 +259,15 @@ def train_head(
             f"Medusa-2 changes the target, and {target.source.name!r} is a .gguf file, which is "
             "not written: give a safetensors folder, or train heads alone"
         )
-    corpus = Corpus(data)
+    corpus = Corpus(*data)
     check_target(corpus, target)
     note("reading the target's embeddings and output rows")
     tables = read_tables(target)
     dtype = torch.bfloat16 if config.autocast else torch.float32
     objective = make_objective(
-        options, corpus, target, tables, seed=config.seed, device=target.device, dtype=dtype
-    )
+        options, corpus, target, tables, seed=config.seed, updates=config.updates(corpus),
+        device=target.device, dtype=dtype,
+    )  # fmt: skip
     identity = {"options": repr(asdict(options))}
     trainer = Trainer(objective, corpus, config, out, device=target.device, identity=identity)
     if trainer.resumed:
