@@ -6,6 +6,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "attend.h"
 #include "chunk.h"
 #include "eagle_work.h"
 #include "layout.h"
@@ -111,7 +112,7 @@ void EagleLayer::plan(const EaglePass& pass, int row0, int wanted0) {
   for (auto& t : w.threads) {
     t.row.reserve(size(std::max({c.fused, 3 * D, HE})));
     t.tiles.reserve(size(std::max(rows * E, 2 * w.n_wanted * GROUP * mlp_units(w.n_wanted))));
-    t.attention.reserve(attention_scratch(G, E) + size(ATTEND_ROWS * G) * size(E + 4));
+    t.attention.reserve(attend_floats(G, E));
     t.slots.reserve(ATTEND_ROWS * SPLIT);
   }
   w.fc.reset(n_tiles(D), n_threads_);
@@ -266,17 +267,11 @@ void EagleLayer::attention(int thread) {
     }
 }
 
-// The query heads that share kv_head, of wanted rows [first, first + n). Splits are fixed ranges
-// of a row's keys, folded in order.
+// The query heads that share kv_head, of wanted rows [first, first + n).
 void EagleLayer::attend(int thread, int first, int n, int kv_head) {
   EagleWorkspace& w = *work_;
   EagleWorkspace::Thread& own = w.threads[size(thread)];
   const std::ptrdiff_t E = config.head_size, H = config.heads, G = H / config.kv_heads;
-  float* split_out = own.attention.get() + attention_scratch(static_cast<int>(G), static_cast<int>(E));
-  float* split_max = split_out + ATTEND_ROWS * G * E;  // [rows, G]
-  float* split_sum = split_max + ATTEND_ROWS * G;
-  float* total_max = split_sum + ATTEND_ROWS * G;
-  float* total_sum = total_max + ATTEND_ROWS * G;
   const EagleQuery* queries = &w.pass->wanted[size(w.wanted0 + first)];
   EagleCache& cache = *w.pass->rows[size(queries->row)].cache;
   const auto head_at = [&](const Buffer<float>& of, int r) { return of.get() + ((first + r) * H + kv_head * G) * E; };
@@ -286,31 +281,12 @@ void EagleLayer::attend(int thread, int first, int n, int kv_head) {
   job.n_heads = static_cast<int>(G);
   job.head_size = static_cast<int>(E);
   job.scratch = own.attention.get();
-  for (int split = 0;; ++split) {
-    job.n_rows = 0;
-    int of[ATTEND_ROWS];  // the job's rows, as members of the group
-    for (int r = 0; r < n; ++r) {
-      const int left = queries[r].prefix + static_cast<int>(queries[r].own.size()) - split * SPLIT;
-      if (left <= 0) continue;
-      of[job.n_rows] = r;
-      SplitJob::Row& row = job.row[job.n_rows++];
-      row.q = head_at(w.q, r);
-      row.n = std::min(SPLIT, left);
-      row.slots = split_slots(queries[r], w.iota.data(), split, row.n, own.slots.get() + r * SPLIT);
-      row.max = (split > 0 ? split_max : total_max) + r * G;
-      row.sum = (split > 0 ? split_sum : total_sum) + r * G;
-      row.out = split > 0 ? split_out + r * G * E : head_at(w.attended, r);
-    }
-    if (job.n_rows == 0) break;
-    kernels_->attend_split(job);
-    for (int i = 0; i < job.n_rows && split > 0; ++i)
-      for (int g = 0; g < G; ++g)
-        kernels_->fold(total_max + of[i] * G + g, total_sum + of[i] * G + g, head_at(w.attended, of[i]) + g * E,
-                       job.row[i].max[g], job.row[i].sum[g], job.row[i].out + g * E, job.head_size);
-  }
-  for (int r = 0; r < n; ++r)
-    for (int g = 0; g < G; ++g)
-      kernels_->finish(head_at(w.attended, r) + g * E, total_sum[r * G + g], job.head_size);
+  attend_rows(
+      *kernels_, job, n, [&](int r) { return queries[r].prefix + static_cast<int>(queries[r].own.size()); },
+      [&](int r) { return head_at(w.q, r); }, [&](int r) { return head_at(w.attended, r); },
+      [&](int r, int split, int keys) {
+        return split_slots(queries[r], w.iota.data(), split, keys, own.slots.get() + r * SPLIT);
+      });
 }
 
 // out [rows, D] (+)= weights . a, with the bias that `fc` may have

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attend.h"
 #include "chunk.h"
 #include "layout.h"
 #include "model.h"
@@ -142,58 +143,44 @@ void Model::attention(Chunk& c, int thread, int layer) {
     for (int item = begin; item < end; ++item) {
       const RowGroup rows = work_->groups[size(item / (K * splits))];
       const int split = item / K % splits, kv_head = item % K;
-      if (c.by_split) attend(c, thread, rows, kv_head, split, split + 1);
-      else attend(c, thread, rows, kv_head, 0, c.max_splits);
+      attend(c, thread, rows, kv_head, split);
     }
   }
 }
 
-// The query heads that share kv_head, of a few rows, over splits [split0, split1) of their keys.
-// Splits are fixed ranges of positions, folded in order, here or in fold_splits: same bits.
-void Model::attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split0, int split1) {
+// The query heads that share kv_head, of a few rows: over all their keys, or one split of them,
+// which fold_splits folds with the others. Either way the same bits.
+void Model::attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split) {
   Workspace& w = *work_;
   ThreadSpace& own = w.threads[size(thread)];
   const std::ptrdiff_t E = config.head_size, H = config.heads, G = H / config.kv_heads;
-  float* split_out = own.attention.get() + attention_scratch(static_cast<int>(G), static_cast<int>(E));
-  float* split_max = split_out + ATTEND_ROWS * G * E;  // [rows, G]
-  float* split_sum = split_max + ATTEND_ROWS * G;
-  float* total_max = split_sum + ATTEND_ROWS * G;
-  float* total_sum = total_max + ATTEND_ROWS * G;
-  const auto final_out = [&](int r) { return w.attended.get() + ((rows.first + r) * H + kv_head * G) * E; };
+  const auto path = [&](int r) -> const Path& { return w.paths[size(c.row0 + rows.first + r)]; };
+  const auto keys = [&](int r) { return path(r).n_committed + path(r).n_own; };
+  const auto head_at = [&](const Buffer<float>& of, int r) {
+    return of.get() + ((rows.first + r) * H + kv_head * G) * E;
+  };
+  const auto slots = [&](int r, int at, int n) { return split_slots(path(r), at, n, own.slots.get() + r * SPLIT); };
   SplitJob job;
   job.keys = c.keys + kv_head * c.pass.n_slots * E;
   job.values = c.values + kv_head * c.pass.n_slots * E;
   job.n_heads = static_cast<int>(G);
   job.head_size = static_cast<int>(E);
   job.scratch = own.attention.get();
-  for (int split = split0; split < split1; ++split) {
-    job.n_rows = 0;
-    int of[ATTEND_ROWS];  // the job's rows, as members of the group
-    for (int r = 0; r < rows.n; ++r) {
-      const Path& path = w.paths[size(c.row0 + rows.first + r)];
-      const int n = std::min(SPLIT, path.n_committed + path.n_own - split * SPLIT);
-      if (n <= 0) continue;
-      of[job.n_rows] = r;
-      SplitJob::Row& row = job.row[job.n_rows++];
-      row.q = w.q.get() + ((rows.first + r) * H + kv_head * G) * E;
-      row.slots = split_slots(path, split, n, own.slots.get() + r * SPLIT);
-      row.n = n;
-      const std::ptrdiff_t at = ((rows.first + r) * c.max_splits + split) * H + kv_head * G;
-      row.max = c.by_split ? w.split_max.get() + at : (split > 0 ? split_max : total_max) + r * G;
-      row.sum = c.by_split ? w.split_sum.get() + at : (split > 0 ? split_sum : total_sum) + r * G;
-      row.out = c.by_split ? w.split_out.get() + at * E : split > 0 ? split_out + r * G * E : final_out(r);
-    }
-    if (job.n_rows == 0) break;
-    kernels->attend_split(job);
-    if (c.by_split || split == 0) continue;
-    for (int i = 0; i < job.n_rows; ++i)
-      for (int g = 0; g < G; ++g)
-        kernels->fold(total_max + of[i] * G + g, total_sum + of[i] * G + g, final_out(of[i]) + g * E,
-                      job.row[i].max[g], job.row[i].sum[g], job.row[i].out + g * E, job.head_size);
+  if (!c.by_split) {
+    attend_rows(
+        *kernels, job, rows.n, keys, [&](int r) { return head_at(w.q, r); },
+        [&](int r) { return head_at(w.attended, r); }, slots);
+    return;
   }
-  for (int r = 0; r < rows.n && !c.by_split; ++r)
-    for (int g = 0; g < G; ++g)
-      kernels->finish(final_out(r) + g * E, total_sum[r * G + g], job.head_size);
+  job.n_rows = 0;
+  for (int r = 0; r < rows.n; ++r) {
+    const int n = std::min(SPLIT, keys(r) - split * SPLIT);
+    if (n <= 0) continue;
+    const std::ptrdiff_t at = ((rows.first + r) * c.max_splits + split) * H + kv_head * G;
+    job.row[job.n_rows++] = {head_at(w.q, r),          slots(r, split, n),        n,
+                             w.split_max.get() + at, w.split_sum.get() + at, w.split_out.get() + at * E};
+  }
+  if (job.n_rows > 0) kernels->attend_split(job);
 }
 
 // Slots of the n keys of a split, in order of position; `room` is used where they are not

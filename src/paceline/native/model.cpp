@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attend.h"
 #include "chunk.h"
 #include "layout.h"
 #include "workspace.h"
@@ -73,7 +74,7 @@ void Model::reserve(const Pass& pass) {
   for (ThreadSpace& t : w.threads) {
     t.row.reserve(size(std::max({D, config.intermediate, HE})));
     t.tiles.reserve(std::max(rows * size(E), 2 * rows * size(GROUP * mlp_units(static_cast<int>(rows)))));
-    t.attention.reserve(attention_scratch(group, E) + size(ATTEND_ROWS * group) * size(E + 4));
+    t.attention.reserve(attend_floats(group, E));
     t.slots.reserve(ATTEND_ROWS * SPLIT);
   }
   if (w.shares.size() != PHASES * layers.size() + 1)
