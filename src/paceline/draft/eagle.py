@@ -32,8 +32,7 @@ from paceline.draft.heads import HeadVocabulary, committed_rows, heat
 from paceline.errors import UserError
 from paceline.models.base import KVStore, TargetModel, TargetOutput
 from paceline.models.heads.config import EagleConfig
-from paceline.models.heads.eagle_native import Ask, NativeEagle
-from paceline.models.heads.passes import EagleRunner, Part, Rows
+from paceline.models.heads.passes import Ask, EagleRunner, Part, Rows
 from paceline.sampling.context import Context, Row, context_of
 from paceline.sampling.law import build_laws
 from paceline.types import Sequence
@@ -170,10 +169,8 @@ class EagleDrafter:
         return [self._tree(seq, growing.get(seq.id)) for seq in seqs]
 
     def _grow_at_once(self, growing: list[_Growing]) -> list[_Growing]:
-        """Whole drafts in one call, where the head runs on the native core and a request asks
-        for nothing that needs all logits. Returns the others."""
-        if not isinstance(self._runner, NativeEagle):
-            return growing
+        """Whole drafts in one call, where the runner has it and a request asks for nothing that
+        needs all logits. Returns the others."""
         plain: list[_Growing] = []
         others: list[_Growing] = []
         for g in growing:
@@ -191,7 +188,10 @@ class EagleDrafter:
             )
             for g in plain
         ]
-        for g, grown in zip(plain, self._runner.grow(asks, self._width), strict=True):
+        found = self._runner.grow(asks, self._width)
+        if found is None:
+            return growing
+        for g, grown in zip(plain, found, strict=True):
             g.tokens += grown.tokens[1:]
             g.parents, g.scores = grown.parents, grown.scores
             if not grown.healthy:

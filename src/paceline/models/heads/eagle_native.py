@@ -10,44 +10,16 @@ Legend: N rows, W of them wanted, D hidden, V vocabulary, U draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from paceline.models.heads.eagle import EagleHead, Norm
 from paceline.models.heads.kernels import Kernels
-from paceline.models.heads.passes import Part, Rows
+from paceline.models.heads.passes import Ask, Grown, Part, Rows
 from paceline.models.native import NativeModel
 from paceline.models.native_core import native_core
 from paceline.models.native_linear import pack_floats
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A draft to grow behind the committed rows of `cache`.
-
-    hidden_D: the layer's output of the last of them. depth: levels, 1 or more. heat: the
-    temperature of the log-probabilities. end_ids: nothing is drafted behind these.
-    """
-
-    cache: Rows
-    hidden_D: torch.Tensor
-    depth: int
-    heat: float = 1.0
-    end_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Grown:
-    """A draft's nodes, parents first; node 0 is the root, whose token the caller knows (here
-    -1). scores: log-probabilities of the paths. healthy: False where the head gave NaN or
-    infinite logits; nothing follows there."""
-
-    tokens: list[int]
-    parents: list[int]
-    scores: list[float]
-    healthy: bool
 
 
 def runs(head: EagleHead) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from paceline.models.base import TargetTables
 from paceline.models.heads.config import EagleConfig
 from paceline.models.heads.eagle import EagleHead, Norm
-from paceline.models.heads.passes import Part
+from paceline.models.heads.passes import Ask, Grown, Part
 
 #: Rows by which a cache grows.
 _GROWTH = 256
@@ -139,6 +139,9 @@ class TorchEagle:
         if self.config.kind == "eagle3":
             hidden_ND = self._final_norm(hidden_ND)
         return F.linear(hidden_ND, self._head)
+
+    def grow(self, asks: Seq[Ask], width: int) -> list[Grown] | None:
+        return None
 
     def _attend(self, q_NHE: torch.Tensor, p: Part, cache: TorchRows) -> torch.Tensor:
         """[wanted, H * E]."""

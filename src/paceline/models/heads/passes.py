@@ -38,6 +38,33 @@ class Part:
     above: Seq[Seq[int]] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A draft to grow behind the committed rows of `cache`.
+
+    hidden_D: the layer's output of the last of them. depth: levels, 1 or more. heat: the
+    temperature of the log-probabilities. end_ids: nothing is drafted behind these.
+    """
+
+    cache: Rows
+    hidden_D: torch.Tensor
+    depth: int
+    heat: float = 1.0
+    end_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A draft's nodes, parents first; node 0 is the root, whose token the caller knows (here
+    -1). scores: log-probabilities of the paths. healthy: False where the head gave NaN or
+    infinite logits; nothing follows there."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    healthy: bool
+
+
 class EagleRunner(Protocol):
     """`EagleHead` for drafting. target_ids: int64 [U], the target's ids of the head's tokens."""
 
@@ -62,4 +89,10 @@ class EagleRunner(Protocol):
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, U] float32 logits over the draft vocabulary, from the layer's outputs."""
+        ...
+
+    def grow(self, asks: Seq[Ask], width: int) -> list[Grown] | None:
+        """Whole drafts in one call: every ask's chain (width 1), or a tree whose best `width`
+        open nodes of each level propose `width` children. None where the runner has no such
+        call: then `run` and `logits`, level by level, give the same."""
         ...
