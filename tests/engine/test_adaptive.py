@@ -3,13 +3,17 @@ loses. Seeds are fixed, so nothing here fails by chance."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from simulated import Alpha, SimDrafter, Simulation, profile, scaled
 
+from paceline.draft.base import Arm
 from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
 from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
+from paceline.types import Sequence
 
 #: (arrival, prompt tokens, output tokens).
 REQUESTS = [(0.0, 100, 128)] * 8
@@ -171,6 +175,37 @@ def test_the_bound_is_reported_and_kept() -> None:
     assert usage["ledger_debt_s"] <= usage["ledger_bound_s"]
     assert usage["ledger_bound_s"] <= 0.02 * usage["ledger_plain_s"] + (2 + 24) * 0.03
     assert sum(usage["drafted_histogram"].values()) > 1000
+
+
+class Counted(SimDrafter):
+    """asked: how often it was asked what it could do."""
+
+    def __init__(self, names: tuple[str, ...], blind: bool) -> None:
+        super().__init__(names)
+        self.blind, self.asked = blind, 0
+
+    def arms(self, seq: Sequence) -> tuple[Arm, ...]:
+        self.asked += 1
+        return super().arms(seq)
+
+
+def test_a_blind_drafter_is_let_sleep() -> None:
+    """Where a drafter's arms never change it need not be asked while the policy rests, and all
+    that is decided stays the same: probes on time, new requests seen."""
+    found, asked = [], []
+    for blind in (False, True):
+        ticks = itertools.count()
+        drafter = Counted(("model",), blind)
+        policy = AdaptivePolicy(profile(), drafter, clock=lambda: 5e-4 * next(ticks))  # noqa: B023
+        world = Simulation(
+            profile(), drafter, lambda i, t, d: float(i == 3), policy, np.random.default_rng(1)
+        )
+        world.run([(0.0, 30, 200)] * 4, max_batch=2)
+        asked.append(drafter.asked)
+        found.append((policy.usage(), world.tokens, world.now))
+        assert policy.usage()["probes"] > 3
+    assert found[0] == found[1]
+    assert asked[1] < 0.7 * asked[0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from paceline.core.rules import Verdict
 from paceline.core.tree import Proposal, TokenTree, chain
-from paceline.draft.base import Arm, Drafter, DrafterUsage, SelfDrafter, arms_of
+from paceline.draft.base import Arm, Drafter, DrafterUsage, SelfDrafter, arms_of, blind
 from paceline.models.base import KVStore, TargetModel, TargetOutput
 from paceline.types import Sequence
 
@@ -32,6 +32,7 @@ class AutoDrafter:
         assert drafters, "a combination needs drafters"
         self.drafters = dict(drafters)
         self.route: Route | None = None
+        self.blind = all(blind(d) for d in drafters.values())
         self.taps = tuple(sorted({t for d in self.drafters.values() for t in d.taps}))
 
     def example(self, greedy: bool) -> TokenTree:

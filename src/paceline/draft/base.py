@@ -41,7 +41,8 @@ class Arm:
 
 class Drafter(Protocol):
     """`name`: how it is chosen; `taps`: target layers whose input states it reads in
-    `observe`. Drafters keep their state by `Sequence.id` and never write a Sequence."""
+    `observe`. Drafters keep their state by `Sequence.id` and never write a Sequence. `arms` and
+    `blind` may be there too, see `arms_of` and `blind`."""
 
     name: str
     taps: tuple[int, ...]
@@ -96,3 +97,9 @@ def arms_of(drafter: Drafter, seq: Sequence) -> tuple[Arm, ...]:
     # Not by `isinstance`: asked in every round, and a protocol's takes 30 microseconds.
     arms: Callable[[Sequence], tuple[Arm, ...]] | None = getattr(drafter, "arms", None)
     return (Arm(drafter=drafter.name),) if arms is None else arms(seq)
+
+
+def blind(drafter: Drafter) -> bool:
+    """Whether its arms for a running request are the same in every round, but for their lag:
+    then nobody has to ask for them to know that nothing new speaks for it."""
+    return bool(getattr(drafter, "blind", False))

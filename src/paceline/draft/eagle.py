@@ -39,16 +39,16 @@ from paceline.types import Sequence
 
 #: Features wait for the next proposal, so that rounds without one cost nothing; so many at
 #: most.
-MAX_PENDING = 512
+MAX_PENDING = 1024
 
 
 @dataclass
 class _State:
     """cache: rows of the committed tokens whose features were fed; pending: features that
-    wait, [n, taps * D] each; last_D: the layer's output of the last fed row."""
+    wait, [n, D] of each tap; last_D: the layer's output of the last fed row."""
 
     cache: Rows
-    pending: list[torch.Tensor] = field(default_factory=list)
+    pending: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     n_pending: int = 0
     last_D: torch.Tensor | None = None
 
@@ -100,6 +100,7 @@ class EagleDrafter:
     tokens."""
 
     name = "eagle"
+    blind = True
 
     def __init__(
         self,
@@ -227,7 +228,8 @@ class EagleDrafter:
             fed.append(state)
         if not parts:
             return
-        taps_NT = taps[0] if len(taps) == 1 else torch.cat(taps)
+        by_tap = [t[0] if len(t) == 1 else torch.cat(t) for t in zip(*taps, strict=True)]
+        taps_NT = torch.cat(by_tap, -1)
         hidden_WD = self._runner.feed(parts, tokens, taps_NT, positions)
         for state, hidden_D in zip(fed, hidden_WD, strict=True):
             state.cache.rows += state.n_pending
@@ -309,6 +311,8 @@ class EagleDrafter:
         verdicts: Seq[Verdict | None],
     ) -> None:
         full = []
+        taps = [output.taps[t] for t in self.taps]
+        n_rows = taps[0].shape[0]
         for seq, rows in zip(seqs, committed_rows(seqs, trees, output, verdicts), strict=True):
             if not rows or seq.params.k == 0:  # k = 0: it never proposes
                 continue
@@ -316,7 +320,8 @@ class EagleDrafter:
             if state is None:
                 state = self._states[seq.id] = _State(self._runner.new_cache())
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
-            state.pending.append(_taken([output.taps[t] for t in self.taps], rows))
+            # A plain step of one request: all rows are its own, and nobody else keeps them.
+            state.pending.append(tuple(taps) if len(rows) == n_rows else _taken(taps, rows))
             state.n_pending += len(rows)
             if state.n_pending > MAX_PENDING:
                 full.append((seq, state))
@@ -333,11 +338,9 @@ class EagleDrafter:
         return DrafterUsage(blocks_used=sum(rows), bytes_total=self._weight_bytes + cached)
 
 
-def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> torch.Tensor:
-    """[n, taps * D]: a copy of the rows, the taps side by side."""
+def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> tuple[torch.Tensor, ...]:
+    """[n, D] of each tap: a copy of the rows."""
     if isinstance(rows, range):
-        picked = [t[rows.start : rows.stop] for t in taps]
-    else:
-        index = torch.tensor(rows, device=taps[0].device)
-        picked = [t.index_select(0, index) for t in taps]
-    return torch.cat(picked, -1)
+        return tuple(t[rows.start : rows.stop].clone() for t in taps)
+    index = torch.tensor(rows, device=taps[0].device)
+    return tuple(t.index_select(0, index) for t in taps)

@@ -122,6 +122,7 @@ class LayerSkipDrafter:
     """
 
     name = "layerskip"
+    blind = True
     taps: tuple[int, ...] = ()
 
     def __init__(self, plan: SkipPlan) -> None:

@@ -37,6 +37,7 @@ class MedusaDrafter:
     """
 
     name = "medusa"
+    blind = True
     taps: tuple[int, ...] = (FINAL,)
 
     def __init__(

@@ -40,6 +40,7 @@ class ModelDrafter:
     deterministic. Else samples of the draft's own law under the request's transforms."""
 
     name = "model"
+    blind = True
     taps: tuple[int, ...] = ()
 
     def __init__(self, cache: DraftCache, vocabulary: Vocabulary) -> None:

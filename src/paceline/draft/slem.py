@@ -42,6 +42,7 @@ class SlemDrafter:
     """Chains whose tokens are the target's spelling of the draft's greedy text."""
 
     name = "slem"
+    blind = True
     taps: tuple[int, ...] = ()
 
     def __init__(self, cache: DraftCache, target: Codec, draft: Codec) -> None:

@@ -69,6 +69,7 @@ class TreeDrafter:
     """
 
     name = "tree"
+    blind = True
     taps: tuple[int, ...] = ()
 
     def __init__(
