@@ -13,6 +13,7 @@ import typer
 from paceline.cli import common as c
 from paceline.cli.train_capture import Out, capture, clock, progress_bar
 from paceline.cli.train_layerskip import layerskip
+from paceline.cli.train_prompts import prompts as write_prompts
 from paceline.errors import UserError
 from paceline.models.loading import open_checkpoint
 from paceline.train import curve, runs
@@ -21,10 +22,12 @@ from paceline.train.losses import KINDS, Kind
 
 app = typer.Typer(
     name="train",
-    help="Train drafters for a target: capture its answers, then a head (docs/training.md).",
+    help="Train drafters for a target: capture its answers to prompts, its own or others, then "
+    "train a head (docs/training.md).",
     no_args_is_help=True,
 )
 
+app.command(name="prompts")(write_prompts)
 app.command()(capture)
 app.command()(layerskip)
 
