@@ -10,7 +10,7 @@ from train_devices import ENGINE
 
 from paceline import LLM, UserError
 from paceline.train.overlap import Forbidden
-from paceline.train.own_prompts import Written, opening, write_prompts
+from paceline.train.own_prompts import PromptPlan, Written, opening, write_prompts
 from paceline.train.seeds import from_jsonl
 
 
@@ -26,10 +26,8 @@ def wordy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(llm: LLM, out: Path, count: int, *avoid: str, seed: int = 0) -> Written:
-    return write_prompts(
-        llm, out, count, Forbidden(avoid), seed=seed, temperature=1.6, top_p=1.0, max_tokens=200,
-        batch=4,
-    )  # fmt: skip
+    plan = PromptPlan(count=count, seed=seed, temperature=1.6, top_p=1.0, max_tokens=200, batch=4)
+    return write_prompts(llm, out, plan, Forbidden(avoid))
 
 
 def prompts(path: Path) -> list[str]:
@@ -51,8 +49,8 @@ def test_prompts_are_new_and_go_on_after_a_kill(llm: LLM, tmp_path: Path) -> Non
     assert [seed.turns[0] for seed in from_jsonl(whole)] == prompts(whole)
     write(llm, cut, 5)
     # a kill in the middle of a line: it is dropped with its batch's later ones
-    with cut.open("a") as file:
-        file.write('{"prompt": "half a li')
+    with cut.open("ab") as file:
+        file.write('{"prompt": "half an \N{LATIN SMALL LETTER E WITH ACUTE}'.encode()[:-1])
     again = write(llm, cut, 12)
     assert cut.read_text() == whole.read_text()
     assert again.prompts == done.prompts
@@ -89,6 +87,14 @@ def test_what_does_not_fit_is_refused(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose another --out"):
         write(llm, path, 9)
     assert path.read_text() == '{"turns": ["x"]}\n'
+    path.write_text("notes without an end of line")
+    with pytest.raises(UserError, match="choose another --out"):
+        write(llm, path, 9)
+    assert path.read_text() == "notes without an end of line"
+    with pytest.raises(UserError, match="temperature = 0"):
+        PromptPlan(count=3, temperature=0.0)
+    with pytest.raises(UserError, match="n = 0"):
+        PromptPlan(count=3, batch=0)
     bare = LLM(str(_without_template(llm, tmp_path)), draft="none", dtype="float32", engine=ENGINE)
     with pytest.raises(UserError, match="no chat template"):
         write(bare, tmp_path / "b.jsonl", 3)

@@ -64,6 +64,9 @@ def test_capture_then_train(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (("prompts", "--count", 0), "count = 0"),
+        (("prompts", "--count", 9, "--batch", 0), "n = 0"),
+        (("prompts", "--count", 9, "-t", 0), "temperature = 0"),
         (("capture", "--tokens", 0), "tokens = 0"),
         (("capture", "--tokens", 9, "--no-invent"), "nothing to ask"),
         (("capture", "--tokens", 9, "--taps", "2,99"), "tap 99 is no layer"),

@@ -14,7 +14,7 @@ from paceline.cli.train_capture import clock, progress_bar
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
 from paceline.train.overlap import Forbidden
-from paceline.train.own_prompts import Written, write_prompts
+from paceline.train.own_prompts import PromptPlan, Written, write_prompts
 
 
 def prompts(
@@ -37,13 +37,22 @@ def prompts(
     """Let a chat model write prompts, for `paceline train capture --prompts`."""
     if out.is_dir():
         raise UserError(f"--out '{out}' is a folder: name a file in it, like {out}/prompts.jsonl")
+    plan = PromptPlan(
+        count=count, seed=seed, temperature=temperature, top_p=top_p, max_tokens=max_tokens,
+        batch=batch,
+    )  # fmt: skip
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a", encoding="utf-8").close()
+    except OSError as e:
+        raise UserError(f"--out '{out}' can't be written: {e.strerror or e}") from None
     forbidden = Forbidden.from_files(avoid or ())
     if not avoid:
         c.console.print(
             "note: no benchmark file was given with --avoid, so nothing keeps its prompts out",
             highlight=False,
         )
-    engine = EngineConfig(kv_tokens=max(batch, 1) * (max_tokens + 96), max_batch=max(batch, 1))
+    engine = EngineConfig(kv_tokens=batch * (max_tokens + 96), max_batch=batch)
     with c.loading(model) as on_pack:
         llm = LLM(model, draft="none", dtype=dtype, device=device, engine=engine, on_pack=on_pack)
     bar, began = progress_bar(), time.perf_counter()
@@ -57,14 +66,9 @@ def prompts(
         note = f"{w.duplicates} repeated, {w.unfinished} unfinished{left}"
         bar.update(task, completed=min(w.prompts, count), note=note)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with bar:
-            done = write_prompts(
-                llm, out, count, forbidden,
-                seed=seed, temperature=temperature, top_p=top_p, max_tokens=max_tokens,
-                batch=batch, report=report,
-            )  # fmt: skip
+            done = write_prompts(llm, out, plan, forbidden, report)
     except KeyboardInterrupt:
         c.console.print("interrupted; the same command goes on", style="yellow")
         raise typer.Exit(130) from None

@@ -25,6 +25,36 @@ PATIENCE = 50
 SHORTEST = 3
 #: Seeds of one file's batches lie this far from those of the next seed.
 _STRIDE = 1_000_003
+#: How every line begins.
+_BEGINS = b'{"prompt": "'
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptPlan:
+    """count: prompts that the file shall hold. batch: drawn at once. max_tokens: of one."""
+
+    count: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 0.95
+    max_tokens: int = 256
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UserError(f"count = {self.count} is out of range: use 1 or more")
+        if self.params(0).greedy:
+            raise UserError("temperature = 0 writes one prompt again and again: use 1, or 0.7")
+
+    def params(self, number: int) -> SamplingParams:
+        """Of batch `number`; UserError where a value is out of range."""
+        return SamplingParams(
+            n=self.batch,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_tokens,
+            seed=self.seed * _STRIDE + number,
+        )
 
 
 @dataclass
@@ -54,41 +84,24 @@ def opening(llm: LLM) -> tuple[int, ...]:
 def write_prompts(
     llm: LLM,
     out: Path,
-    count: int,
+    plan: PromptPlan,
     forbidden: Forbidden,
-    *,
-    seed: int = 0,
-    temperature: float = 1.0,
-    top_p: float = 0.95,
-    max_tokens: int = 256,
-    batch: int = 32,
     report: Callable[[Written], None] = lambda _: None,
 ) -> Written:
-    """Add prompts to the JSON lines of `out` until there are `count`, or the target has no new
-    ones. What an interruption leaves is whole lines, behind which the same call goes on. `report`
-    is called before the first batch and behind each."""
-    if count < 1:
-        raise UserError(f"count = {count} is out of range: use 1 or more")
-    if batch < 1:
-        raise UserError(f"batch = {batch} is out of range: use 1 or more")
+    """Add prompts to the JSON lines of `out` until it holds as many as planned, or the target
+    has no new ones. What an interruption leaves is whole lines, behind which the same call
+    goes on. `report` is called before the first batch and behind each."""
     begin = opening(llm)
-    lines = _kept(out, seed)
+    lines = _kept(out, plan.seed)
     seen, written = Seen(), Written(prompts=len(lines))
     for line in lines:
         seen.is_new(line["prompt"])
     number = max((line["batch"] for line in lines), default=-1) + 1
     barren = 0
     report(written)
-    while written.prompts < count and barren < PATIENCE:
-        params = SamplingParams(
-            n=batch,
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            seed=seed * _STRIDE + number,
-        )
+    while written.prompts < plan.count and barren < PATIENCE:
         fresh = []
-        for output in llm.generate([begin], params):
+        for output in llm.generate([begin], plan.params(number)):
             text = output.text.strip()
             if output.finish_reason is not FinishReason.EOS or not _is_prompt(text):
                 written.unfinished += 1
@@ -97,7 +110,7 @@ def write_prompts(
             elif not seen.is_new(text):
                 written.duplicates += 1
             else:
-                fresh.append({"prompt": text, "batch": number, "seed": seed})
+                fresh.append({"prompt": text, "batch": number, "seed": plan.seed})
         with out.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in fresh))
         written.prompts += len(fresh)
@@ -112,21 +125,23 @@ def _is_prompt(text: str) -> bool:
 
 
 def _kept(out: Path, seed: int) -> list[dict[str, Any]]:
-    """The file's lines; one that a kill cut off is dropped. UserError where they are not
-    this command's, or another seed's."""
+    """The file's lines; one that a kill cut off is dropped. UserError, and nothing touched,
+    where they are not this command's, or another seed's."""
     if not out.exists():
         return []
     try:
-        text = out.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        seeds = {line["seed"] for line in lines if line["prompt"] and line["batch"] >= 0}
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(
-            f"{out} holds something else than prompts of this command ({e!r}): choose another --out"
-        ) from None
+        data = out.read_bytes()
+        end = data.rfind(b"\n") + 1
+        lines = [json.loads(line) for line in data[:end].splitlines()]
+        ours = all(isinstance(line["prompt"], str) and line["batch"] >= 0 for line in lines)
+        seeds = {line["seed"] for line in lines}
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours or not (data[end:].startswith(_BEGINS) or _BEGINS.startswith(data[end:])):
+        raise UserError(f"{out} holds something else than prompts of this command: choose another "
+                        "--out")  # fmt: skip
     if seeds - {seed}:
         raise UserError(f"{out} was begun with --seed {seeds.pop()}: give it, or another --out")
-    if whole != text:
-        out.write_text(whole, encoding="utf-8")
+    if end < len(data):
+        out.write_bytes(data[:end])
     return lines
