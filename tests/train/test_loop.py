@@ -54,7 +54,7 @@ def trainer(
     checkpoint = opened(target)
     made = make_objective(
         options, corpus, checkpoint, read_tables(checkpoint, torch.float32),
-        seed=config.seed, updates=config.updates(corpus), dtype=torch.float32,
+        seed=config.seed, dtype=torch.float32,
     )  # fmt: skip
     return Trainer(made, corpus, config, out)
 
@@ -136,6 +136,8 @@ def test_a_time_limit_ends_the_schedule(
     assert result.finished
     assert result.step < 100000
     assert seen[-1].lr < 0.4 * config.lr
+    assert len(seen[0].rates.agree) == 1
+    assert len(seen[-1].rates.agree) == 3  # unrolled steps grow by the clock, too
     assert result.held_out is not None
 
 
@@ -224,9 +226,7 @@ def test_a_trained_head_is_trained_on(
     def made(**fields: object) -> EagleHead:
         given = {"init": folder, "steps": 3, **fields}
         options = replace(first, **given)  # type: ignore[arg-type]
-        objective = make_objective(
-            options, corpus, target, tables, seed=5, updates=8, dtype=torch.float32
-        )
+        objective = make_objective(options, corpus, target, tables, seed=5, dtype=torch.float32)
         assert isinstance(objective.module, EagleHead)
         return objective.module
 

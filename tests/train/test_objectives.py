@@ -15,7 +15,7 @@ from paceline.train import losses, reference
 from paceline.train.attention import attend, attend_plain
 from paceline.train.data import Pack, tap_name
 from paceline.train.losses import Laws, head_loss, laws_from_features
-from paceline.train.objectives import Eagle1, Eagle3, LossConfig, Medusa1, Objective
+from paceline.train.objectives import Eagle1, Eagle3, LossConfig, Medusa1, Moment, Objective
 from paceline.train.target import Tables
 
 D, V, U, TAPS = 16, 40, 25, (1, 3, 5)
@@ -93,7 +93,7 @@ def check(objective: Objective, pack: Pack, expected: torch.Tensor, step: int = 
     module = objective.module
     parameters = [p for p in module.parameters() if p.requires_grad]
     want = torch.autograd.grad(expected, parameters, allow_unused=True)
-    outcome = objective(pack, step)
+    outcome = objective(pack, Moment(step))
     torch.testing.assert_close(outcome.loss.detach(), expected.detach(), rtol=1e-6, atol=1e-9)
     got = torch.autograd.grad(outcome.loss, parameters, allow_unused=True)
     for a, b in zip(got, want, strict=True):
@@ -145,22 +145,21 @@ def test_prompt_rows_teach_what_the_target_would_have_said(pack: Pack, tables: T
     module = head("eagle3")
     with_prompts = Eagle3(module, tables, answers(prompts=True), steps=2)
     plain = Eagle3(module, tables, answers(), steps=2)
-    found, expected = with_prompts(blank, 0), plain(whole, 0)
+    found, expected = with_prompts(blank, Moment(0)), plain(whole, Moment(0))
     torch.testing.assert_close(found.loss, expected.loss)
     assert found.depths == expected.depths
-    assert found.depths != plain(pack, 0).depths
-    assert with_prompts(blank, 0, 2).depths == plain(pack, 0, 2).depths
+    assert found.depths != plain(pack, Moment(0)).depths
+    assert with_prompts(blank, Moment(0), 2).depths == plain(pack, Moment(0), 2).depths
 
 
 def test_unrolled_steps_grow_one_by_one(pack: Pack, tables: Tables) -> None:
-    growing = Eagle3(head("eagle3"), tables, answers(), steps=4, grow=30)
-    assert [growing.steps_at(s) for s in (0, 9, 10, 19, 20, 29, 30, 999)] == [
-        1, 1, 2, 2, 3, 3, 4, 4,
-    ]  # fmt: skip
-    assert [len(growing(pack, s).depths) for s in (0, 10, 30)] == [1, 2, 4]
-    assert len(growing(pack, 0, 3).depths) == 3  # an evaluation is as deep as it wants
+    growing = Eagle3(head("eagle3"), tables, answers(), steps=4, grow=0.3)
+    shares = (0, 0.09, 0.11, 0.19, 0.21, 0.29, 0.31, 0.4, 1)
+    assert [growing.steps_at(s) for s in shares] == [1, 1, 2, 2, 3, 3, 4, 4, 4]
+    assert [len(growing(pack, Moment(0, s)).depths) for s in (0, 0.11, 1)] == [1, 2, 4]
+    assert len(growing(pack, Moment(0), 3).depths) == 3  # an evaluation is as deep as it wants
     at_once = Eagle3(head("eagle3"), tables, answers(), steps=4, grow=0)
-    assert at_once.steps_at(0) == 4
+    assert at_once.steps_at(0.0) == 4
 
 
 def test_overlap_begins_behind_its_warm_up(pack: Pack, tables: Tables) -> None:
@@ -168,7 +167,7 @@ def test_overlap_begins_behind_its_warm_up(pack: Pack, tables: Tables) -> None:
     late = answers(kind="overlap", warmup=10)
 
     def value(config: LossConfig, step: int) -> float:
-        return float(Eagle3(module, tables, config, steps=2)(pack, step).loss.detach())
+        return float(Eagle3(module, tables, config, steps=2)(pack, Moment(step)).loss.detach())
 
     at = {s: value(late, s) for s in (9, 10)}
     for step, kind in ((9, "ce"), (10, "overlap")):

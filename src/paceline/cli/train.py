@@ -64,7 +64,7 @@ def eagle3(
     model: c.Model = c.DEFAULT_MODEL,
     steps: Annotated[int, typer.Option(help="Draft steps to unroll (3 to 7).")] = 5,
     grow: Annotated[
-        float, typer.Option(help="Share of the updates over which unrolled steps grow from 1.")
+        float, typer.Option(help="Share of the schedule over which unrolled steps grow from 1.")
     ] = 0.3,
     init: Annotated[
         str,

@@ -27,7 +27,7 @@ from paceline.models.loading import Checkpoint
 from paceline.train.attention import attend
 from paceline.train.data import FINAL_NAME, Pack, Record, pack_records
 from paceline.train.losses import HeadLosses, head_loss
-from paceline.train.objectives import Depth, Judge, LossConfig, Outcome, judged_rows
+from paceline.train.objectives import Depth, Judge, LossConfig, Moment, Outcome, judged_rows
 from paceline.train.target import Tables
 
 #: Linear maps that get an adapter.
@@ -158,20 +158,21 @@ class Medusa2:
         every = torch.arange(len(tables.head_VD))
         self._lm_judge = Judge(tables, every, loss)
 
-    def __call__(self, pack: Pack, step: int, steps: int | None = None) -> Outcome:
-        joint = step >= self._heads_first
+    def __call__(self, pack: Pack, now: Moment, steps: int | None = None) -> Outcome:
+        joint = now.step >= self._heads_first
+        pack = self._judge.lesson(pack, training=steps is None)
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             final_ND = self.module.decoder(pack)
-        lm = self._against_old(pack, final_ND, training=steps is None)
+        lm = self._against_old(pack, final_ND)
         losses, depths = [lm.loss / max(lm.rows, 1)], []
-        laws, law_row_N = self._judge.laws(pack, training=steps is None)
+        laws, law_row_N = self._judge.laws(pack)
         heads = self.module.heads
         for i in range(heads.config.num_heads):
             rows, law_rows = judged_rows(pack, law_row_N, 1 + i)
             projection = heads.lm_heads[0 if heads.config.shared_head else i]
             assert isinstance(projection, nn.Linear)
             z = heads.features(final_ND[rows].to(projection.weight.dtype), i)
-            kind = self.config.at(step)
+            kind = self.config.at(now.step)
             one = head_loss(z, projection.weight, laws, law_rows, kind, dtype=self.config.dtype)
             depths.append(
                 Depth(rows=one.rows, agreed=float(one.agreed), overlap=float(one.overlap))
@@ -194,11 +195,11 @@ class Medusa2:
     @torch.no_grad()
     def own(self, pack: Pack) -> Depth:
         """The adapted target's law against the old one's: how far it has moved."""
-        found = self._against_old(pack, self.module.decoder(pack), training=False)
+        found = self._against_old(pack, self.module.decoder(pack))
         return Depth(rows=found.rows, agreed=float(found.agreed), overlap=float(found.overlap))
 
-    def _against_old(self, pack: Pack, final_ND: torch.Tensor, *, training: bool) -> HeadLosses:
-        laws, law_row_N = self._lm_judge.laws(pack, training=training)
+    def _against_old(self, pack: Pack, final_ND: torch.Tensor) -> HeadLosses:
+        laws, law_row_N = self._lm_judge.laws(pack)
         rows, law_rows = judged_rows(pack, law_row_N, 0)
         head_VD = self._lm_judge.head_UD
         return head_loss(final_ND[rows], head_VD, laws, law_rows, "ce", dtype=self.config.dtype)

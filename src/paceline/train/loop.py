@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +23,8 @@ import torch
 
 from paceline.errors import UserError
 from paceline.train.data import Corpus, Pack, replace_synced
-from paceline.train.objectives import Depth, Objective
+from paceline.train.interrupts import interrupts
+from paceline.train.objectives import Depth, Moment, Objective
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -68,13 +67,6 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"{name} = {value} is out of range: use above 0")
-
-    def updates(self, corpus: Corpus) -> int:
-        """Updates of the whole schedule on this data."""
-        if self.steps is not None:
-            return self.steps
-        packs = len(corpus.epoch(self.seed, 0, self.pack_tokens))
-        return max(1, math.ceil(packs / self.accumulate * self.epochs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +172,8 @@ class Trainer:
         self._state = _State()
         self._log: list[dict[str, Any]] = []
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
-        self.total = config.updates(corpus)
+        per_epoch = len(self._packs(0)) / config.accumulate
+        self.total = config.steps or max(1, math.ceil(per_epoch * config.epochs))
         self._held_out = corpus.packs(corpus.held_out, config.pack_tokens)[: config.eval_packs]
         self._last: Rates | None = None
         self.resumed = self._restore()
@@ -195,7 +188,7 @@ class Trainer:
         """Train to the end, or until Ctrl-C or `stop(step)`: then a checkpoint is written
         behind the update under way."""
         c, state = self.config, self._state
-        with _quiet(), _interrupts() as interrupted:
+        with _quiet(), interrupts() as interrupted:
             while state.step < self.total and not self._out_of_time():
                 began = time.perf_counter()
                 tokens = state.tokens
@@ -223,16 +216,15 @@ class Trainer:
         found = []
         for group in self._held_out:
             with self._narrow():
-                outcome = self.objective(
-                    self._read(group), self._state.step, self.config.eval_steps
-                )
+                outcome = self.objective(self._read(group), self._now(), self.config.eval_steps)
             found.append(outcome.depths)
         self.objective.module.train()
         return Rates.of(found)
 
     def _update(self) -> tuple[float, float, Rates]:
         c, state = self.config, self._state
-        lr = self._lr()
+        now = self._now()
+        lr = self._lr(now.done)
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["share"]
         self._optimizer.zero_grad(set_to_none=True)
@@ -240,7 +232,7 @@ class Trainer:
         for _ in range(c.accumulate):
             pack = self._next_pack()
             with self._narrow():
-                outcome = self.objective(pack, state.step)
+                outcome = self.objective(pack, now)
             (outcome.loss / c.accumulate).backward()  # type: ignore[no-untyped-call]
             total += float(outcome.loss.detach()) / c.accumulate
             depths.append(outcome.depths)
@@ -255,13 +247,15 @@ class Trainer:
         state.step += 1
         return total, lr, Rates.of(depths)
 
-    def _lr(self) -> float:
-        """Linear rise, then a cosine to a tenth; by updates or by the clock, whichever is
-        further on."""
-        c, state = self.config, self._state
-        done = state.step / self.total
-        if c.minutes is not None:
-            done = max(done, state.elapsed / (60 * c.minutes))
+    def _now(self) -> Moment:
+        """By updates or by the clock, whichever is further on."""
+        minutes, state = self.config.minutes, self._state
+        by_clock = 0.0 if minutes is None else state.elapsed / (60 * minutes)
+        return Moment(state.step, max(state.step / self.total, by_clock))
+
+    def _lr(self, done: float) -> float:
+        """Linear rise, then a cosine to a tenth."""
+        c = self.config
         rise = max(c.warmup, 1 / self.total)
         if done < rise:
             return c.lr * min(1.0, (done + 1 / self.total) / rise)
@@ -380,27 +374,6 @@ class Trainer:
             held_out=self._last,
             log=self._log,
         )
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C is noted, so that the update under way ends whole; a second one raises."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, _: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

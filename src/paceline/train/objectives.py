@@ -52,9 +52,17 @@ class Outcome:
     depths: tuple[Depth, ...]
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Where a run is. step: updates made before (noise and warm-ups are functions of it). done:
+    share of its schedule that is behind it."""
+
+    step: int
+    done: float = 0.0
+
+
 class Objective(Protocol):
-    """step: how many updates were made before (noise and warm-ups are functions of it).
-    steps: draft steps to unroll (None: as trained)."""
+    """steps: draft steps to unroll in an evaluation (None: training)."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -66,7 +74,7 @@ class Objective(Protocol):
         """What is trained, and the share of the learning rate that it gets."""
         ...
 
-    def __call__(self, pack: Pack, step: int, steps: int | None = None) -> Outcome: ...
+    def __call__(self, pack: Pack, now: Moment, steps: int | None = None) -> Outcome: ...
 
 
 def one_group(module: nn.Module) -> list[tuple[list[nn.Parameter], float]]:
@@ -108,12 +116,13 @@ class Judge:
         self.index_V[target_ids_U] = torch.arange(len(target_ids_U))
         self.index_V = self.index_V.to(self.head_UD.device)
 
-    def laws(self, pack: Pack, *, training: bool) -> tuple[Laws, torch.Tensor]:
-        """Laws of the rows where the target chose (of all rows in training, if prompts count),
-        and for each pack row the law's row, -1 where there is none or its most probable token
-        can't be drafted."""
-        if training and self._prompts:
-            pack = with_prompt_laws(pack, self._head_VD)
+    def lesson(self, pack: Pack, *, training: bool) -> Pack:
+        """The rows to judge: in training, if prompts count, every row has a law."""
+        return with_prompt_laws(pack, self._head_VD) if training and self._prompts else pack
+
+    def laws(self, pack: Pack) -> tuple[Laws, torch.Tensor]:
+        """Laws of the rows where the target chose, and for each pack row the law's row, -1
+        where there is none or its most probable token can't be drafted."""
         chosen_R = pack.law_N.nonzero().squeeze(1)
         laws = laws_from_features(
             pack.taps[FINAL_NAME][chosen_R],
@@ -167,18 +176,25 @@ def _depth(losses: HeadLosses) -> Depth:
 class Eagle3:
     """Training-time test over `steps` unrolled draft steps (Li et al. 2025, section 3.2).
 
-    grow: updates over which they become so many, one by one from 1. The first step learns
+    grow: share of the schedule over which they become so many, one by one from 1. The first
+    step learns
     several times faster alone, on it all others stand, and it costs least. (Ours; the paper
     unrolls all from the start, with far more data.)
     """
 
     def __init__(
-        self, head: EagleHead, tables: Tables, loss: LossConfig, *, steps: int = 5, grow: int = 0
+        self,
+        head: EagleHead,
+        tables: Tables,
+        loss: LossConfig,
+        *,
+        steps: int = 5,
+        grow: float = 0.0,
     ) -> None:
         if not 1 <= steps <= 16:
             raise UserError(f"steps = {steps} is out of range: use 1 to 16 (3 to 7 are usual)")
-        if grow < 0:
-            raise UserError(f"grow = {grow} is out of range: use 0 (all steps at once) or more")
+        if not 0 <= grow <= 1:
+            raise UserError(f"grow = {grow} is out of range: use 0 (all steps at once) to 1")
         self.module, self.config, self.steps, self.grow = head, loss, steps, grow
         self.taps = tuple(dict.fromkeys([*map(tap_name, head.config.taps), FINAL_NAME]))
         self._embedding_VD = tables.embedding_VD
@@ -187,11 +203,12 @@ class Eagle3:
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
         return one_group(self.module)
 
-    def __call__(self, pack: Pack, step: int, steps: int | None = None) -> Outcome:
+    def __call__(self, pack: Pack, now: Moment, steps: int | None = None) -> Outcome:
         head = self.module
         fused = torch.cat([pack.taps[tap_name(i)] for i in head.config.taps], -1)
-        laws, law_row_N = self._judge.laws(pack, training=steps is None)
-        kind = self.config.at(step)
+        pack = self._judge.lesson(pack, training=steps is None)
+        laws, law_row_N = self._judge.laws(pack)
+        kind = self.config.at(now.step)
         total = torch.zeros(
             (), device=fused.device, dtype=torch.promote_types(self.config.dtype, torch.float32)
         )
@@ -212,15 +229,15 @@ class Eagle3:
             pack,
             self._embedding_VD,
             judge,
-            self.steps_at(step) if steps is None else steps,
+            self.steps_at(now.done) if steps is None else steps,
         )
         return Outcome(loss=total, depths=tuple(depths))
 
-    def steps_at(self, step: int) -> int:
-        """Draft steps that update `step` unrolls."""
-        if step >= self.grow:
+    def steps_at(self, done: float) -> int:
+        """Draft steps to unroll where such a share of the schedule is over."""
+        if done >= self.grow:
             return self.steps
-        return 1 + step * (self.steps - 1) // self.grow
+        return 1 + int(done / self.grow * (self.steps - 1))
 
 
 class Eagle1:
@@ -249,12 +266,13 @@ class Eagle1:
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
         return one_group(self.module)
 
-    def __call__(self, pack: Pack, step: int, steps: int | None = None) -> Outcome:
+    def __call__(self, pack: Pack, now: Moment, steps: int | None = None) -> Outcome:
         head = self.module
         final_ND = _like(pack.taps[FINAL_NAME], head)
-        laws, law_row_N = self._judge.laws(pack, training=steps is None)
+        pack = self._judge.lesson(pack, training=steps is None)
+        laws, law_row_N = self._judge.laws(pack)
         training = steps is None
-        features_ND = final_ND + self._noise_for(pack, step, final_ND) if training else final_ND
+        features_ND = final_ND + self._noise_for(pack, now.step, final_ND) if training else final_ND
         total = torch.zeros((), device=final_ND.device)
         depths = []
 
@@ -300,9 +318,10 @@ class Medusa1:
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
         return one_group(self.module)
 
-    def __call__(self, pack: Pack, step: int, steps: int | None = None) -> Outcome:
+    def __call__(self, pack: Pack, now: Moment, steps: int | None = None) -> Outcome:
         heads = self.module
-        laws, law_row_N = self._judge.laws(pack, training=steps is None)
+        pack = self._judge.lesson(pack, training=steps is None)
+        laws, law_row_N = self._judge.laws(pack)
         final_ND = _like(pack.taps[FINAL_NAME], heads)
         total = torch.zeros((), device=final_ND.device)
         depths = []
@@ -312,7 +331,7 @@ class Medusa1:
             projection = heads.lm_heads[0 if heads.config.shared_head else i]
             assert isinstance(projection, nn.Linear)
             weight = projection.weight
-            kind = self.config.at(step)
+            kind = self.config.at(now.step)
             losses = head_loss(z, weight, laws, law_rows, kind, dtype=self.config.dtype)
             depths.append(_depth(losses))
             total = total + self.config.decay**i * losses.loss / max(losses.rows, 1)

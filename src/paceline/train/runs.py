@@ -41,7 +41,7 @@ class HeadOptions:
     """objective: medusa, medusa2, eagle1 or eagle3. vocabulary: tokens that the head can
     propose, the most frequent of the capture (None: all). loss, loss_warmup, decay, prompts:
     see `LossConfig`. steps: draft steps that EAGLE-3 unrolls, grown to over the share
-    `grow` of all updates.
+    `grow` of the schedule.
     heads, shared_head: Medusa's, see `MedusaConfig`. init: an EAGLE-3 layer starts from the
     target's last one, at random, or as the trained head in a folder (with its draft
     vocabulary). rank, alpha, heads_first: of Medusa-2's adapters, see `paceline.train.joint`."""
@@ -69,7 +69,7 @@ class HeadOptions:
                 f"unknown init {self.init!r}: use {' or '.join(INITS)}, or the folder of a head"
             )
         if not 0 <= self.grow <= 1:
-            raise UserError(f"grow = {self.grow} is out of range: use 0 (at once) to 1")
+            raise UserError(f"grow = {self.grow} is out of range: use 0 (all at once) to 1")
         if not 1 <= self.heads <= 16:
             raise UserError(f"heads = {self.heads} is out of range: use 1 to 16")
 
@@ -90,11 +90,10 @@ def make_objective(
     tables: Tables,
     *,
     seed: int,
-    updates: int,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Objective:
-    """The head, seeded, with the target's rows, and what it learns in so many updates."""
+    """The head, seeded, with the target's rows, and what it learns."""
     loss = LossConfig(
         kind=options.loss, warmup=options.loss_warmup, decay=options.decay,
         prompts=options.prompts, dtype=dtype,
@@ -123,8 +122,9 @@ def make_objective(
             return Eagle1(head.to(where), tables.to(where), loss, seed=seed)
         if options.init == "target":
             start_from_target(head, tables)
-        grow = round(options.grow * updates)
-        return Eagle3(head.to(where), tables.to(where), loss, steps=options.steps, grow=grow)
+        return Eagle3(
+            head.to(where), tables.to(where), loss, steps=options.steps, grow=options.grow
+        )
 
 
 def _trained(folder: str, wanted: EagleConfig, corpus: Corpus) -> EagleHead:
@@ -152,8 +152,9 @@ def _trained(folder: str, wanted: EagleConfig, corpus: Corpus) -> EagleHead:
         )
     loaded = source.load()
     if loaded.embedding_VD is not None:
-        raise UserError(f"{folder} has embeddings of its own, which are not trained: use --init "
-                        "target")  # fmt: skip
+        raise UserError(
+            f"{folder} has embeddings of its own, which are not trained: use --init target"
+        )
     assert isinstance(loaded.module, EagleHead)
     return loaded.module.train()
 
@@ -265,9 +266,8 @@ def train_head(
     tables = read_tables(target)
     dtype = torch.bfloat16 if config.autocast else torch.float32
     objective = make_objective(
-        options, corpus, target, tables, seed=config.seed, updates=config.updates(corpus),
-        device=target.device, dtype=dtype,
-    )  # fmt: skip
+        options, corpus, target, tables, seed=config.seed, device=target.device, dtype=dtype
+    )
     identity = {"options": repr(asdict(options))}
     trainer = Trainer(objective, corpus, config, out, device=target.device, identity=identity)
     if trainer.resumed:
