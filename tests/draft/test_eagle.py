@@ -303,7 +303,9 @@ def test_features_wait_but_not_without_end(target, monkeypatch) -> None:
         e.step()
     (arm,) = drafter.arms(e.scheduler.running[0])
     assert arm.lag == e.scheduler.running[0].computed > 29
+    waiting = 4 * arm.lag * len(drafter.taps) * drafter.config.hidden
     assert drafter.usage().blocks_used == 0
+    assert drafter.usage().bytes_total >= waiting
     monkeypatch.setattr("paceline.draft.eagle.MAX_PENDING", 4)
     e.step()
     assert drafter.usage().blocks_used > 0

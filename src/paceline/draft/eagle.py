@@ -320,7 +320,7 @@ class EagleDrafter:
             if state is None:
                 state = self._states[seq.id] = _State(self._runner.new_cache())
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
-            # A plain step of one request: all rows are its own, and nobody else keeps them.
+            # All rows of the pass (of one request's plain step): nothing to copy out of them.
             state.pending.append(tuple(taps) if len(rows) == n_rows else _taken(taps, rows))
             state.n_pending += len(rows)
             if state.n_pending > MAX_PENDING:
@@ -335,7 +335,11 @@ class EagleDrafter:
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
         cached = sum(s.cache.nbytes for s in self._states.values())
-        return DrafterUsage(blocks_used=sum(rows), bytes_total=self._weight_bytes + cached)
+        waiting = sum(s.n_pending for s in self._states.values())
+        features = 4 * waiting * len(self.taps) * self.config.hidden
+        return DrafterUsage(
+            blocks_used=sum(rows), bytes_total=self._weight_bytes + cached + features
+        )
 
 
 def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> tuple[torch.Tensor, ...]:

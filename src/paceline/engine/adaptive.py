@@ -89,7 +89,6 @@ class AdaptivePolicy:
         self.acceptance = Acceptance()
         self.ledger = Ledger(self.config.eps)
         self._drafter = drafter
-        self._drafter_is_blind = blind(drafter)
         self._clock = clock
         self._lengths = Lengths()
         self._rates = Rates()
@@ -129,21 +128,20 @@ class AdaptivePolicy:
 
     def _decide(self, seqs: Seq[Sequence]) -> Plan:
         base = self._plain(seqs)
-        for s in seqs:
+        choices = base.choices
+        free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
+        for s in free:
             self._lengths.note(s.id, s.n_output)
         # A step that reads a prompt is long: nothing that it could bring is worth the doubt
         # that it would throw on what a plain step takes.
-        if any(s.pending > 1 for s in seqs):
-            return base
-        if base is self._rested and self._rest.rounds and not self._wakes():
-            self._rest.rounds -= 1
-            return base
-        choices = base.choices
-        free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
-        if not free or self.costs.plain_steps < CALIBRATION:
+        reading = any(s.pending > 1 for s in seqs)
+        if reading or not free or self.costs.plain_steps < CALIBRATION:
             return base
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
         if self._since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
+            return base
+        # A blind drafter need not be asked for what it said when the rest began.
+        if base is self._rested and self._resting({}):
             return base
         arms = {s.id: self._arms(s) for s in free}
         if not any(arms.values()) or self._resting(arms):
@@ -161,8 +159,8 @@ class AdaptivePolicy:
                 a.drafter for many in arms.values() for a in many if self._on_trial(a.drafter)
             }
             self._rest.begin(arms, on_trial, took, base.seconds)
-            same = self._drafter_is_blind and len(free) == len(seqs)
-            self._rested = self._settled if same else None
+            all_seen = blind(self._drafter) and len(free) == len(seqs)
+            self._rested = self._settled if all_seen else None
         return plan
 
     def _plain(self, seqs: Seq[Sequence]) -> Plan:
@@ -179,14 +177,12 @@ class AdaptivePolicy:
 
     def _resting(self, arms: dict[int, list[Arm]]) -> bool:
         """Whether this round is plain without a thought, as the last ones were."""
-        return bool(self._rest.rounds) and self._rest.goes_on(arms, wake=self._wakes())
-
-    def _wakes(self) -> bool:
-        """Whether a drafter that was refused is due for another look; counts the round."""
-        probes = [self._probe(name) for name in self._rest.refused]
-        for probe in probes:
-            probe.refused()
-        return any(probe.due for probe in probes)
+        if not self._rest.rounds:
+            return False
+        for name in self._rest.refused:
+            self._probe(name).refused()
+        due = any(self._probe(name).due for name in self._rest.refused)
+        return self._rest.goes_on(arms, wake=due)
 
     def _given(self, seq: Sequence) -> Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
