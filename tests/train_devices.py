@@ -86,18 +86,20 @@ def info_of(target: Checkpoint, taps: tuple[int, ...], **changes: object) -> Cap
     return CaptureInfo(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def write_capture(folder: Path, target: Path, tokens: int, max_tokens: int = 24) -> Path:
-    """Greedy answers of the tiny target to invented prompts."""
+def write_capture(
+    folder: Path, target: Path, tokens: int, max_tokens: int = 24, unlike: str = ""
+) -> Path:
+    """Greedy answers of the tiny target to invented prompts. unlike: how they begin."""
     checkpoint = open_checkpoint(str(target), dtype="float32")
     taps = default_taps(checkpoint.config.n_layers)
     writer = ShardWriter(folder, info_of(checkpoint, taps), shard_tokens=1000)
     llm = LLM(str(target), dtype="float32", engine=ENGINE)
     plan = CapturePlan(tokens=tokens, temperatures=(0.0,), max_tokens=max_tokens, max_prompt=100)
-    capture(llm, short(invented(0)), writer, plan, taps)
+    capture(llm, short(invented(0), unlike), writer, plan, taps)
     return folder
 
 
-def short(seeds):
+def short(seeds, unlike: str = ""):
     """The first words of each prompt: byte tokens are many."""
     for seed in seeds:
-        yield Seed(turns=tuple(t[:12] for t in seed.turns))
+        yield Seed(turns=tuple(unlike + t[:12] for t in seed.turns))

@@ -169,7 +169,7 @@ def test_another_capture_is_not_mixed_in(tiny_target: Path, tmp_path: Path) -> N
 def test_captures_of_one_kind_are_read_together(
     tiny_target: Path, tiny_capture: Path, tmp_path: Path
 ) -> None:
-    more = write_capture(tmp_path / "more", tiny_target, 300, max_tokens=8)
+    more = write_capture(tmp_path / "more", tiny_target, 300, max_tokens=8, unlike="other ")
     one, other = Corpus(tiny_capture, held_out=0), Corpus(more, held_out=0)
     both = Corpus(tiny_capture, more, held_out=0)
     assert both.tokens(both.training) == one.tokens(one.training) + other.tokens(other.training)
@@ -177,6 +177,8 @@ def test_captures_of_one_kind_are_read_together(
     assert torch.equal(last.tokens_T, other.sequence(other.training[-1], ["final"]).tokens_T)
     assert len({one.sha256, other.sha256, both.sha256}) == 3
     assert torch.equal(both.frequencies(), one.frequencies() + other.frequencies())
+    again = write_capture(tmp_path / "again", tiny_target, 300)  # the same seeds
+    assert Corpus(tiny_capture, again, held_out=0).training == one.training
     with pytest.raises(UserError, match="named twice"):
         Corpus(more, more)
     path = more / "capture.json"

@@ -180,9 +180,10 @@ def pack_records(records: Seq[Record]) -> Pack:
 class Corpus:
     """Captured folders of one target, read-only. Tensors are read where they are needed.
 
-    info: the first folder's, with the seeds of all. held_out: every so-manieth sequence is
-    kept from training (0: none). Raises UserError where there is nothing to read, or the
-    folders do not fit each other.
+    A seed that several folders hold counts once, as the first one has it: else what is held
+    out of one could be trained on from another. info: the first folder's, with the seeds of
+    all. held_out: every so-manieth sequence is kept from training (0: none). Raises UserError
+    where there is nothing to read, or the folders do not fit each other.
     """
 
     def __init__(self, *folders: str | Path, held_out: int = 32) -> None:
@@ -190,12 +191,15 @@ class Corpus:
         self.info, shards, digest = _joined(self.folders)
         self._files: list[Any] = [safe_open(s, framework="pt") for s in shards]
         self._places: list[tuple[int, int, int, str]] = []
+        known: set[str] = set()
         for i, (shard, file) in enumerate(zip(shards, self._files, strict=True)):
             about = _header(shard)
             digest.update(about["sha256"].encode())
             starts = file.get_tensor("starts_B1").tolist()
             for b, key in enumerate(about["keys"]):
-                self._places.append((i, starts[b], starts[b + 1], key))
+                if key not in known:
+                    known.add(key)
+                    self._places.append((i, starts[b], starts[b + 1], key))
         self.sha256 = digest.hexdigest()
         everything = range(len(self._places))
         self.held_out = [i for i in everything if held_out and i % held_out == held_out - 1]
