@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from simulated_machine import VOCAB, Machine, SimulatedClock
 
@@ -72,14 +73,49 @@ def test_known_costs_are_found(depth, noise, within):
         reads = k * batch * 64 * 0.5e-6
         assert d(k, [64] * batch) == pytest.approx(lift * (rows + reads), rel=0.02 + 2 * within)
     if depth is FULL:
-        reading = d(4, [2064]) - d(4, [64])
-        assert reading == pytest.approx(4 * 2000 * 0.5e-6 * lift, rel=0.15 + 6 * noise)
         assert found.target.rows(512) == pytest.approx(lift * TARGET.rows(512), rel=0.1)
         prompt = DRAFT.rows(512) + DRAFT.rows(512) - 2 * DRAFT.rows(1)
         if not noise:  # measured once, so an interruption shows
             assert d.catch_up(1024) == pytest.approx(prompt, rel=0.3)
+            reading = d(4, [2064]) - d(4, [64])
+            assert reading == pytest.approx(4 * 2000 * 0.5e-6, rel=0.15)
     assert found.meta["seconds"] < 60 * (1 + 2 * noise)
     assert drafter.usage().blocks_used == 0
+
+
+def test_a_draft_reads_its_cache():
+    """A tenth of its time behind 2,000 tokens, which one noisy measurement finds within a factor
+    of two; the median of nine within a third."""
+    found = []
+    for seed in range(9):
+        clock = SimulatedClock(0.05)
+        clock.rng = np.random.default_rng(seed)
+        target, drafter = machines(clock)
+        d = measure(target, {"d": drafter}, CONFIG, depth=FULL, clock=clock).drafts["d"]
+        found.append(d(4, [2064]) - d(4, [64]))
+    assert np.median(found) == pytest.approx(1.025 * 4 * 2000 * 0.5e-6, rel=0.33)
+
+
+@pytest.mark.parametrize("depth", [QUICK, FULL])
+def test_what_a_draft_does_but_once_is_no_cost_of_prompts(depth):
+    """Packing weights, first touching memory: 0.5 s in the draft's first pass."""
+    clock = SimulatedClock()
+    target = Machine(clock, TARGET)
+
+    class Cold(Machine):
+        passes = 0
+
+        def forward(self, *args, **more):
+            self.passes += 1
+            clock.work(0.5 if self.passes == 1 else 0.0)
+            return super().forward(*args, **more)
+
+    cache = DraftCache(Cold(clock, DRAFT), n_blocks=CONFIG.n_blocks, block_size=32, max_batch=8)
+    drafter = ModelDrafter(cache, SameVocabulary(VOCAB))
+    found = measure(target, {"d": drafter}, CONFIG, depth=depth, clock=clock)
+    for n in (16, 32, 128) if depth is FULL else (16, 32):
+        reading = DRAFT.rows(n) - DRAFT.rows(1)
+        assert found.drafts["d"].catch_up(n) == pytest.approx(reading, rel=0.15)
 
 
 def test_the_quick_depth_is_quick():
@@ -87,7 +123,7 @@ def test_the_quick_depth_is_quick():
     clock = SimulatedClock()
     target, drafter = machines(clock)
     measure(target, {"d": drafter}, CONFIG, depth=QUICK, clock=clock)
-    assert clock.now < 5.0
+    assert clock.now < 5.1
 
 
 @pytest.mark.parametrize("depth", [QUICK, FULL])

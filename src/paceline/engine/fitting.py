@@ -186,7 +186,7 @@ def fit_draft(
         step=Curve(xs=xs, ys=tuple(b for _, b in lines.values())),
         per_entry=per_entry,
     )
-    cost = replace(cost, feed=_feeding(greedy, cost))
+    cost = replace(cost, feed=_feeding(runs, cost))
     # What a round costs more than its parts: passes after drafting find colder caches. Of
     # single short sequences, where nothing else that the target's cost gets wrong adds to it.
     rest = [
@@ -252,12 +252,13 @@ def _draft_reading(runs: Seq[Run]) -> float:
 
 def _feeding(runs: Seq[Run], cost: DraftCost) -> Curve:
     """What reading a prompt cost, by its length, on top of one token's."""
-    points = {1.0: cost.first(1)}
+    points: dict[int, list[float]] = {1: [0.0]}
     for r in runs:
         if r.session.batch == 1 and r.session.prompt > 1:
-            points[float(r.session.prompt)] = cost.first(1) + r.t_q_prompt
-    xs = tuple(sorted(points))
-    return Curve(xs=xs, ys=tuple(points[x] for x in xs))
+            points.setdefault(r.session.prompt, []).append(r.t_q_prompt)
+    xs = sorted(points)
+    ys = tuple(cost.first(1) + median(points[x]) for x in xs)
+    return Curve(xs=tuple(map(float, xs)), ys=ys)
 
 
 def _shrunk(values: Seq[float], slack: float = 0.0) -> float:

@@ -38,11 +38,11 @@ from paceline.engine.fitting import (
     fit_target,
     settled,
 )
-from paceline.engine.sessions import Clock, RandomDrafter, chosen, new_engine, run_session
+from paceline.engine.sessions import Clock, RandomDrafter, chosen, new_engine, run_session, warm_up
 from paceline.models.base import KVStore, RowGroup, TargetModel, pack
 
 #: Changes when what is measured does, so that older cached profiles are not taken.
-METHOD = 2
+METHOD = 3
 
 #: Called with a share of the work done, 0 to 1, and what is being measured.
 Progress = Callable[[float, str], None]
@@ -108,7 +108,7 @@ FULL = Depth(
     ),
     sessions=(
         Session(budgets=(0, 1, 2, 4, 8), rounds=3, prompt=64, streak=3),
-        Session(sampled=True, budgets=(0, 1, 4, 8), rounds=2, prompt=64, streak=3),
+        Session(sampled=True, budgets=(0, 1, 4, 8), rounds=2, prompt=192, streak=3),
         Session(batch=4, budgets=(0, 1, 4), rounds=2, prompt=32, streak=3),
         Session(batch=4, sampled=True, budgets=(0, 4), rounds=1, prompt=32, streak=4),
         Session(budgets=(0, 4), rounds=3, prompt=1024, streak=3),
@@ -130,7 +130,7 @@ def measure(
 ) -> Profile:
     """Costs of a target and its drafters (by label; without any, of the target alone).
 
-    The drafters must be idle, with pools of at least `config`'s size. Under 5 s at depth
+    The drafters must be idle, with pools of at least `config`'s size. About 5 s at depth
     QUICK and 60 s at FULL for a model whose pass takes 50 ms, with a drafter of a quarter of
     that a token.
     """
@@ -148,6 +148,7 @@ def measure(
         for done, (label, drafter) in enumerate(drafters.items()):
             engine = new_engine(model, drafter, config, sessions, vocab, clock)
             runs[label] = []
+            warm_up(engine, vocab, rng)
             for i, session in enumerate(sessions):
                 share = (done + i / len(sessions)) / len(drafters)
                 tick(0.5 + 0.5 * share, f"steps with {label}")

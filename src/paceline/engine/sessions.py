@@ -65,6 +65,19 @@ def new_engine(
     return Engine(model, drafter, FixedBudget(0), own, vocab_size=vocab, clock=clock)
 
 
+def warm_up(engine: Engine, vocab: int, rng: np.random.Generator) -> None:
+    """One round and what led to it: a draft's first passes pack weights and touch memory for
+    the first time."""
+    engine.policy = FixedBudget(1)
+    prompt = tuple(rng.integers(0, vocab, 4).tolist())
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    ids = engine.submit(Request(prompt=prompt, params=params))
+    while not engine.idle:
+        engine.step()
+    for i in ids:
+        engine.forget(i)
+
+
 def run_session(engine: Engine, session: Session, vocab: int, rng: np.random.Generator) -> Run:
     order = [k for _ in range(session.rounds) for k in rng.permutation(session.budgets).tolist()]
     params = SamplingParams(
