@@ -61,26 +61,25 @@ class Comparison:
         return len({o.token_ids for o in (*self.plain, *self.speculative)}) == 1
 
     def as_dict(self) -> dict[str, Any]:
-        plain, fast = _speed(self.plain), _speed(self.speculative)
+        plain, fast = list(map(_speed, self.plain)), list(map(_speed, self.speculative))
         return {
             "name": self.name,
             "identical": self.identical,
-            "plain_tok_s": round(plain, 2),
-            "speculative_tok_s": round(fast, 2),
-            "speedup": round(fast / plain, 3),
+            "plain_tok_s": round(median(plain), 2),
+            "speculative_tok_s": round(median(fast), 2),
+            # Of neighbouring runs: a machine's speed drifts from one pair to the next.
+            "speedup": round(median(f / p for f, p in zip(fast, plain, strict=True)), 3),
             "tau": round(self.speculative[0].stats.tau, 3),
             "tokens": len(self.plain[0].tokens),
         }
 
 
-def _speed(outputs: list[RequestOutput]) -> float:
-    """Median tokens per second behind the first token."""
-    speeds = []
-    for o in outputs:
-        assert o.stats.finished is not None
-        assert o.stats.first_token is not None
-        speeds.append((len(o.tokens) - 1) / max(o.stats.finished - o.stats.first_token, 1e-9))
-    return median(speeds)
+def _speed(output: RequestOutput) -> float:
+    """Tokens per second behind the first token."""
+    stats = output.stats
+    assert stats.finished is not None
+    assert stats.first_token is not None
+    return (len(output.tokens) - 1) / max(stats.finished - stats.first_token, 1e-9)
 
 
 def demo(
@@ -99,7 +98,7 @@ def demo(
     max_tokens: c.MaxTokens = 192,
     repeats: Annotated[
         int, typer.Option(min=1, help="Interleaved runs of each kind; medians count.")
-    ] = 3,
+    ] = 5,
     dtype: c.Dtype = "auto",
     device: c.Device = "auto",
 ) -> None:
