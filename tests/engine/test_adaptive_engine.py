@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from devices import DRAFTERS, PROMPTS, ids, make_engine, run
@@ -69,6 +71,19 @@ def test_the_text_is_that_of_plain_decoding(drafter: str, params: SamplingParams
     assert ids(outputs) == ids(run(make_engine(), PROMPTS, params))
     if drafter in ("self", "noisy", "ngram+noisy", "widths"):
         assert drafted(outputs) > 0
+
+
+def test_requests_with_their_own_k_make_no_room():
+    """Their rounds are nobody's choice: eps of their time is not the others' to lose."""
+    engine = adaptive("noisy")
+    assert isinstance(engine.policy, AdaptivePolicy)
+    ledger = engine.policy.ledger
+    for k in (0, 3):
+        run(engine, PROMPTS, replace(GREEDY, k=k))
+        assert (ledger.elapsed, ledger.plain, ledger.balance) == (0.0, 0.0, 0.0)
+    run(engine, PROMPTS[:2], GREEDY)
+    assert ledger.elapsed > 0.0
+    assert ledger.plain > 0.0
 
 
 @pytest.mark.parametrize("drafter", ["noisy", "anti", "widths", "ngram+noisy"])

@@ -289,8 +289,12 @@ class AdaptivePolicy:
         if plan is None:
             return
         parts = [p for p in done.parts if p.seq_id in plan.choices]
+        # A round of requests that name their own k is no choice of this policy's: it neither
+        # makes room in the ledger nor takes any.
+        ours = any(plan.choices[p.seq_id].free for p in parts)
         if done.reads or not parts:
-            self.ledger.record(done.seconds, done.seconds)
+            if ours:
+                self.ledger.record(done.seconds, done.seconds)
             return
         plain = not any(p.drafted for p in parts)
         if plain and self.costs.plain_steps > MEASURED and self._plain_rounds % SAMPLED:
@@ -298,7 +302,8 @@ class AdaptivePolicy:
             self._since_plain = 0
             self._plain_rounds += 1
             self._histogram[0] += len(parts)
-            self.ledger.record(done.seconds, done.seconds - self._thinking)
+            if ours:
+                self.ledger.record(done.seconds, done.seconds - self._thinking)
             return
         self._count(parts, plan)
         chosen = [plan.choices[p.seq_id] for p in parts]  # what was really done
@@ -309,7 +314,8 @@ class AdaptivePolicy:
             choice = plan.choices[p.seq_id]
             if choice.arm is not None and p.drafted:
                 self.acceptance.update(p.seq_id, choice.arm, p.drafted, p.accepted)
-        self._charge(parts, plan, work, done)
+        if ours:
+            self._charge(parts, plan, work, done)
         self._judge_probe(parts, plan, work)
 
     def _charge(self, parts: Seq[Part], plan: Plan, work: Work, done: Round) -> None:
