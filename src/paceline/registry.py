@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from paceline.core.shapes import Beam, TreeShape, level_widths
+from paceline.core.shapes import Beam, TreeShape, level_widths, parse_beam
 from paceline.draft.auto import AutoDrafter
 from paceline.draft.base import Drafter
 from paceline.draft.cache import DraftCache
@@ -25,7 +25,7 @@ from paceline.errors import UserError
 from paceline.models.heads.shipped import shipped, shipped_folder
 from paceline.models.loading import Checkpoint, open_checkpoint
 from paceline.models.tokenizer import Tokenizer, first_mismatch
-from paceline.registry_heads import head_tree, is_head, plan_head
+from paceline.registry_heads import MAX_NODES, head_tree, is_head, plan_head
 
 #: Drafters without a model of their own.
 LIGHT = ("none", "ngram")
@@ -33,7 +33,6 @@ LIGHT = ("none", "ngram")
 NGRAM_FIRST = "ngram+"
 VOCABULARIES = ("same", "intersect", "slem")
 WEIGHTS = ("fast", "stored")
-MAX_NODES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +107,16 @@ class TreePlan:
 
 def parse_tree(text: str | None) -> TreePlan | None:
     """`3x2x1` (widths per level, siblings sampled), `top:3x2x1` (the most probable tokens),
-    `paths:12` (the most probable paths), `sequoia:12` (widths from measured acceptance)."""
+    `paths:12` (the most probable paths; `paths:60x10x8` with width and depth), `sequoia:12`
+    (widths from measured acceptance)."""
     if text is None:
         return None
-    match = re.fullmatch(r"(?:(top|paths|sequoia):)?(\d+(?:x\d+)*)", text)
+    if text.startswith("paths:"):
+        return TreePlan(parse_beam(text.removeprefix("paths:"), MAX_NODES), sampled=False)
+    match = re.fullmatch(r"(?:(top|sequoia):)?(\d+(?:x\d+)*)", text)
     numbers = [int(n) for n in match[2].split("x")] if match else []
     kind = match[1] if match else None
-    if not numbers or (kind in ("paths", "sequoia") and len(numbers) != 1):
+    if not numbers or (kind == "sequoia" and len(numbers) != 1):
         raise UserError(
             f"tree {text!r} is not understood: write 3x2x1, top:3x2x1, paths:12 or sequoia:12"
         )
@@ -126,8 +128,6 @@ def parse_tree(text: str | None) -> TreePlan | None:
             f"tree {text!r} has {nodes} nodes: use widths of 1 or more, and 1 to "
             f"{MAX_NODES} nodes in all"
         )
-    if kind == "paths":
-        return TreePlan(Beam(nodes=numbers[0]), sampled=False)
     if kind == "sequoia":
         return TreePlan(level_widths((4, 2, 1)), sampled=True, fit=numbers[0])
     return TreePlan(level_widths(numbers), sampled=kind is None)
@@ -234,7 +234,7 @@ def drafters_of(spec: DraftSpec, drafter: Drafter) -> dict[str, tuple[str, Draft
 def _plan_head(spec: DraftSpec, target: Checkpoint, config: EngineConfig) -> DraftPlan:
     stored = spec.weights == "stored"
     plan = plan_head(spec.name, head_tree(spec.tree), stored=stored, target=target, config=config)
-    tree = None if plan.nodes is None else TreePlan(Beam(nodes=plan.nodes), sampled=False)
+    tree = None if plan.shape is None else TreePlan(plan.shape, sampled=False)
     return DraftPlan(build=plan.build, memory=plan.memory, tree=tree, notes=plan.notes)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.shapes import Beam
+from paceline.core.shapes import Beam, parse_beam
 from paceline.draft.base import Drafter
 from paceline.draft.eagle import EagleDrafter
 from paceline.draft.medusa import MedusaDrafter
@@ -22,6 +21,8 @@ from paceline.models.heads.runtime import EagleRunner, Kernels, MedusaRunner, ea
 from paceline.models.heads.shipped import KINDS, Target, find_head, is_head_folder
 from paceline.models.loading import Checkpoint
 
+#: Nodes of a tree at most.
+MAX_NODES = 64
 #: Nodes of an EAGLE-2 tree, and of a Medusa tree, where none are asked for.
 DEFAULT_NODES = 12
 #: Bytes per weight, about: on the native core as quantised, elsewhere float32.
@@ -32,19 +33,19 @@ _RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPlan:
-    """As registry.DraftPlan. nodes: of the tree, None for chains."""
+    """As registry.DraftPlan. shape: of the tree, None for chains."""
 
     build: Callable[[], Drafter]
     memory: dict[str, int]
-    nodes: int | None
+    shape: Beam | None
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class HeadTree:
-    """nodes: of the most probable paths, None for a chain. sampled: a chain of samples."""
+    """shape: of the most probable paths, None for a chain. sampled: a chain of samples."""
 
-    nodes: int | None = None
+    shape: Beam | None = None
     sampled: bool = False
 
 
@@ -55,19 +56,18 @@ def is_head(name: str) -> bool:
 
 
 def head_tree(text: str | None) -> HeadTree:
-    """None: a chain (Medusa: the best paths). `paths:12`: the most probable paths.
+    """None: a chain (Medusa: the best paths). `paths:12`, `paths:60x10x8`: the most probable paths.
     `sampled`: a chain drawn from the head's own law."""
     if text is None:
         return HeadTree()
     if text == "sampled":
         return HeadTree(sampled=True)
-    match = re.fullmatch(r"paths:(\d{1,3})", text)
-    if match is None or not 1 <= int(match[1]) <= 64:
-        raise UserError(
-            f"tree {text!r} does not fit a trained head: write paths:12 (1 to 64 nodes) or "
-            "sampled, or drop it"
-        )
-    return HeadTree(nodes=int(match[1]))
+    if text.startswith("paths:"):
+        return HeadTree(shape=parse_beam(text.removeprefix("paths:"), MAX_NODES))
+    raise UserError(
+        f"tree {text!r} does not fit a trained head: write paths:12 (1 to {MAX_NODES} nodes) or "
+        "sampled, or drop it"
+    )
 
 
 def plan_head(
@@ -83,7 +83,12 @@ def plan_head(
     if isinstance(c, MedusaConfig):
         if tree.sampled:
             raise UserError("Medusa heads propose trees of their best guesses: drop 'sampled'")
-        nodes: int | None = tree.nodes or DEFAULT_NODES
+        shape = tree.shape or Beam(nodes=DEFAULT_NODES)
+        if shape != Beam(nodes=shape.nodes):
+            raise UserError(
+                "a Medusa tree has no width or depth of its own, as its heads guess all levels at "
+                f"once: write paths:{shape.nodes}"
+            )
         if not source.about.accuracy_MJ:
             notes += (
                 "these heads come without a calibration: the tree assumes how often they are "
@@ -91,14 +96,13 @@ def plan_head(
             )
         build = _medusa(source, c, weights, stored)
     else:
-        nodes = tree.nodes or (DEFAULT_NODES if name == "eagle2" else None)
-        if nodes is not None and tree.sampled:
+        shape = tree.shape or (Beam(nodes=DEFAULT_NODES) if name == "eagle2" else None)
+        if shape is not None and tree.sampled:
             raise UserError("eagle2 grows trees of the most probable paths: drop 'sampled'")
         slots = config.n_blocks * config.block_size
         memory["draft cache"] = 8 * c.n_kv_heads * c.head_size * slots
-        shape = None if nodes is None else Beam(nodes=nodes)
         build = _eagle(source, c, weights, stored, shape, tree.sampled, config.block_size)
-    return HeadPlan(build=build, memory=memory, nodes=nodes, notes=notes)
+    return HeadPlan(build=build, memory=memory, shape=shape, notes=notes)
 
 
 def _eagle(

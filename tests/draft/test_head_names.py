@@ -21,6 +21,7 @@ from head_devices import (
 )
 from safetensors.torch import load_file, save_file
 
+from paceline.core.shapes import Beam
 from paceline.draft.eagle import EagleDrafter
 from paceline.draft.medusa import MedusaDrafter
 from paceline.draft.none import NoDrafter
@@ -75,18 +76,35 @@ def test_a_folders_kind_is_read_from_it(kind: str, folders) -> None:
 
 
 def test_trees_are_asked_for_by_option(folders) -> None:
-    assert plan(folders["eagle3"]).nodes is None
-    assert plan(folders["eagle3"], "paths:9").nodes == 9
-    drafter = plan(folders["eagle1"], "paths:9").build()
-    assert isinstance(drafter, EagleDrafter)
-    assert drafter.shape is not None
-    assert drafter.shape.nodes == 9
+    assert plan(folders["eagle3"]).shape is None
+    assert plan(folders["eagle3"], "paths:9").shape == Beam(nodes=9)
+    for text, shape in (
+        ("paths:9", Beam(nodes=9)),
+        ("paths:60x10", Beam(nodes=60, width=10)),
+        ("paths:60x10x8", Beam(nodes=60, width=10, depth=8)),
+    ):
+        drafter = plan(folders["eagle1"], text).build()
+        assert isinstance(drafter, EagleDrafter)
+        assert drafter.shape == shape
     assert head_tree("sampled") == HeadTree(sampled=True)
-    assert plan(folders["medusa"], "paths:5").nodes == 5
+    assert plan(folders["medusa"], "paths:5").shape == Beam(nodes=5)
+    with pytest.raises(UserError, match="no width or depth of its own"):
+        plan(folders["medusa"], "paths:5x10")
     with pytest.raises(UserError, match="drop 'sampled'"):
         plan(folders["medusa"], "sampled")
-    for text in ("3x2", "top:3x2", "sequoia:12", "paths:0", "paths:65", "beam"):
-        with pytest.raises(UserError, match="does not fit a trained head"):
+    for text, why in (
+        ("3x2", "does not fit a trained head"),
+        ("top:3x2", "does not fit a trained head"),
+        ("sequoia:12", "does not fit a trained head"),
+        ("beam", "does not fit a trained head"),
+        ("paths:0", "has 0 nodes"),
+        ("paths:65", "has 65 nodes"),
+        ("paths:", "paths: is not understood"),
+        ("paths:9x2x3x4", "is not understood"),
+        ("paths:9x0", "width = 0 is out of range"),
+        ("paths:9x4x65", "depth = 65 is out of range"),
+    ):
+        with pytest.raises(UserError, match=why):
             head_tree(text)
 
 

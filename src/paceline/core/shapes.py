@@ -6,6 +6,7 @@ among its siblings. Any prefix of the list is a shape too, so a smaller budget c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -58,11 +59,25 @@ class Beam:
         return self.width * self.depth
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "width", "depth"):
-            if not 1 <= getattr(self, name) <= 256:
+        for name, most in (("nodes", 256), ("width", 64), ("depth", 64)):
+            if not 1 <= getattr(self, name) <= most:
                 raise UserError(
-                    f"tree {name} = {getattr(self, name)} is out of range: use 1 to 256"
+                    f"tree {name} = {getattr(self, name)} is out of range: use 1 to {most}"
                 )
+
+
+def parse_beam(text: str, most: int) -> Beam:
+    """`60`, `60x10` or `60x10x8`: nodes (`most` at most), width and depth of a Beam, the others its
+    defaults. UserError where it is none of these."""
+    match = re.fullmatch(r"(\d{1,4})(?:x(\d{1,4}))?(?:x(\d{1,4}))?", text)
+    if match is None:
+        raise UserError(
+            f"paths:{text} is not understood: write paths:12, or with width and depth paths:60x10x8"
+        )
+    nodes, *rest = (int(n) for n in match.groups() if n is not None)
+    if not 1 <= nodes <= most:
+        raise UserError(f"paths:{text} has {nodes} nodes: use 1 to {most} nodes in all")
+    return Beam(nodes=nodes, **dict(zip(("width", "depth"), rest, strict=False)))
 
 
 def level_widths(widths: Seq[int]) -> TreeShape:
