@@ -10,7 +10,9 @@ import pytest
 from simulated import Alpha, SimDrafter, Simulation, profile, scaled
 
 from paceline.draft.base import Arm
+from paceline.engine import explore
 from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
+from paceline.engine.plan import Choices
 from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
 from paceline.types import Sequence
@@ -18,6 +20,22 @@ from paceline.types import Sequence
 #: (arrival, prompt tokens, output tokens).
 REQUESTS = [(0.0, 100, 128)] * 8
 JITTER = (0.7, 1.5)
+#: A look at it takes a microsecond, or none.
+CLOCK = {"tick": 0.0, "now": 0.0}
+
+
+def clock() -> float:
+    CLOCK["now"] += CLOCK["tick"]
+    return CLOCK["now"]
+
+
+@pytest.fixture(autouse=True, params=["at once", "in a while"])
+def deciding(request, monkeypatch) -> None:
+    """In no time, so that every round is decided on; and in so much that plain rounds are taken
+    some 14 at a time without a thought, and choices to draft are kept for 8 rounds."""
+    slow = request.param == "in a while"
+    monkeypatch.setitem(CLOCK, "tick", 1e-6 if slow else 0.0)
+    monkeypatch.setattr(explore, "THINKING", 7e-6)
 
 
 def simulate(
@@ -33,11 +51,7 @@ def simulate(
 ) -> Simulation:
     """Run to the end: adaptive, or with k fixed."""
     true, drafter = profile(), SimDrafter(names, matches)
-    policy = (
-        AdaptivePolicy(believed or true, drafter, clock=lambda: 0.0)
-        if k is None
-        else FixedBudget(k)
-    )
+    policy = AdaptivePolicy(believed or true, drafter, clock=clock) if k is None else FixedBudget(k)
     run = Simulation(true, drafter, alpha, policy, np.random.default_rng(1), **more)
     run.run(requests, max_batch)
     return run
@@ -162,6 +176,41 @@ def test_single_interruptions_do_not_stop_speculation() -> None:
     run = simulate(alpha, ("ngram",), requests=REQUESTS * 3, speed=pauses)
     usage = run.policy.usage()
     assert usage["rounds_by_drafter"]["ngram"] > 5 * usage["plain_rounds"]
+
+
+def test_a_choice_is_kept_where_making_it_takes_time(monkeypatch) -> None:
+    """All rounds that drafted were decided on, or one in four or so (their passes are long)."""
+    asked = []
+    weigh = Choices.better
+    monkeypatch.setattr(Choices, "better", lambda *a: asked.append(1) or weigh(*a))
+    run = simulate(lambda i, t, d: 0.9, requests=REQUESTS * 4)
+    rounds = run.policy.usage()["rounds_by_drafter"]["model"]
+    assert len(asked) >= rounds if CLOCK["tick"] == 0.0 else len(asked) < 0.35 * rounds
+
+
+def test_a_kept_choice_ends_when_it_loses_or_sees_something_else() -> None:
+    arms = {7: [Arm(drafter="model"), Arm(drafter="ngram", bucket=2)]}
+    course = explore.Course()
+    course.begin(arms, {"model"}, took=1.0, plain=0.01, seconds=0.02)
+    assert course.rounds == explore.LONGEST_COURSE - 1
+    assert course.passed == ("ngram",)
+    assert course.goes_on(arms)
+    course.add(0.02, 0.011)
+    assert course.rounds == explore.LONGEST_COURSE - 2, "less than a plain step is lost"
+    course.add(0.02, 0.01)
+    assert course.rounds == 0
+    for other in (
+        {7: [Arm(drafter="model"), Arm(drafter="ngram", bucket=3)]},
+        {7: [Arm(drafter="model")]},
+        {7: arms[7], 8: arms[7]},
+        {8: arms[7]},
+    ):
+        course.begin(arms, {"model"}, took=1.0, plain=0.01, seconds=0.02)
+        assert not course.goes_on(other)
+        assert course.rounds == 0
+    quick = explore.Course()
+    quick.begin(arms, {"model"}, took=0.0, plain=0.01, seconds=0.02)
+    assert quick.rounds == 0
 
 
 def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:

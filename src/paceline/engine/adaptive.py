@@ -27,7 +27,7 @@ from paceline.draft.base import Arm, Drafter, arms_of, blind
 from paceline.draft.coupling import unsteady
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.costs import Costs, Work
-from paceline.engine.explore import Lengths, Probe, Rates, Rest
+from paceline.engine.explore import Course, Lengths, Probe, Rates, Rest
 from paceline.engine.ledger import Ledger
 from paceline.engine.plan import Choice, Choices, Plan, work_of
 from paceline.engine.policy import Part, Round
@@ -98,7 +98,10 @@ class AdaptivePolicy:
         self._plan: Plan | None = None
         self._settled: Plan | None = None
         self._thinking = 0.0
+        self._learning = 0.0  # what looking at the last round took
         self._rest = Rest()
+        self._course = Course()
+        self._kept = False
         self._rested: Plan | None = None
         self._since_plain = 0
         self._plain_rounds = 0
@@ -111,7 +114,7 @@ class AdaptivePolicy:
 
     def budgets(self, seqs: Seq[Sequence]) -> list[int]:
         start = self._clock()
-        self._probing = None
+        self._probing, self._kept = None, False
         plan = self._decide(seqs)
         self._plan = plan
         self._thinking = self._clock() - start
@@ -146,14 +149,22 @@ class AdaptivePolicy:
         arms = {s.id: self._arms(s) for s in free}
         if not any(arms.values()) or self._resting(arms):
             return base
+        if self._course.rounds and (kept := self._keep(seqs, arms)):
+            return kept
         start = self._clock()
         base = self._choices.plan(seqs, choices)
         self._scale_ledger(base.seconds)
         chosen = self._best(seqs, free, arms, base)
         plan = self._with_probe(seqs, free, arms, base, chosen)
         took = self._clock() - start
+        self._course.end()
         if plan.work.extra:
             self._rest.end(took)
+            drafting = [c.arm for c in plan.choices.values() if c.arm and c.budget]
+            used = {arm.drafter for arm in drafting}
+            new = any(a.lag > self.config.most + 1 or self._on_trial(a.drafter) for a in drafting)
+            if self._probing is None and not new and len(free) == len(seqs):
+                self._course.begin(arms, used, took, base.seconds, plan.seconds)
         else:
             on_trial = {
                 a.drafter for many in arms.values() for a in many if self._on_trial(a.drafter)
@@ -183,6 +194,28 @@ class AdaptivePolicy:
             self._probe(name).refused()
         due = any(self._probe(name).due for name in self._rest.refused)
         return self._rest.goes_on(arms, wake=due)
+
+    def _keep(self, seqs: Seq[Sequence], arms: dict[int, list[Arm]]) -> Plan | None:
+        """The last round's choice once more; None where it has to be made anew."""
+        course, last = self._course, self._plan
+        if last is None or len(arms) != len(seqs) or not course.goes_on(arms):
+            return None
+        for name in course.passed:
+            self._probe(name).refused()
+        due = any(self._probe(name).due for name in course.passed)
+        if due or not self.ledger.permits(MARGIN * last.seconds, course.plain):
+            course.end()
+            return None
+        choices = {}
+        for s in seqs:
+            old = last.choices[s.id]
+            arm = next((a for a in arms[s.id] if old.arm and a.drafter == old.arm.drafter), None)
+            if old.budget > (arm.most if arm else 0):
+                course.end()
+                return None
+            choices[s.id] = replace(old, arm=arm)
+        self._kept = True
+        return replace(last, choices=choices)
 
     def _given(self, seq: Sequence) -> Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
@@ -285,6 +318,11 @@ class AdaptivePolicy:
     # -- learning ---------------------------------------------------------------------------
 
     def observe(self, done: Round) -> None:
+        start = self._clock()
+        self._observe(done)
+        self._learning = self._clock() - start
+
+    def _observe(self, done: Round) -> None:
         plan = self._plan
         if plan is None:
             return
@@ -306,17 +344,29 @@ class AdaptivePolicy:
                 self.ledger.record(done.seconds, done.seconds - self._thinking)
             return
         self._count(parts, plan)
+        if self._kept and all(p.drafted == plan.choices[p.seq_id].budget for p in parts):
+            # As it was chosen: what it costs was looked at then, and will be soon again.
+            share, emitted = self._course.plain / len(parts), sum(p.emitted for p in parts)
+            seconds = min(done.seconds, TRIM * plan.seconds) + self._learning
+            self.ledger.record(seconds, share * emitted)
+            self._course.add(seconds, share * emitted)
+            self._rates.add(len(parts), emitted, share, done.seconds)
+            self._accept(parts, plan)
+            return
         chosen = [plan.choices[p.seq_id] for p in parts]  # what was really done
         work = work_of(chosen, [p.drafted for p in parts], [p.context for p in parts])
         t_pass = max(done.t_target + done.t_other - self._thinking, 1e-9)
         self.costs.observe(work, done.t_draft, t_pass)
-        for p in parts:
-            choice = plan.choices[p.seq_id]
-            if choice.arm is not None and p.drafted:
-                self.acceptance.update(p.seq_id, choice.arm, p.drafted, p.accepted)
+        self._accept(parts, plan)
         if ours:
             self._charge(parts, plan, work, done)
         self._judge_probe(parts, plan, work)
+
+    def _accept(self, parts: Seq[Part], plan: Plan) -> None:
+        for p in parts:
+            arm = plan.choices[p.seq_id].arm
+            if arm is not None and p.drafted:
+                self.acceptance.update(p.seq_id, arm, p.drafted, p.accepted)
 
     def _charge(self, parts: Seq[Part], plan: Plan, work: Work, done: Round) -> None:
         """Enter the round in the ledger, and what it brought in the running speed-up."""
@@ -333,7 +383,7 @@ class AdaptivePolicy:
             self.ledger.record(done.seconds, done.seconds - self._thinking)
         else:
             expected = self.costs.of(work)
-            seconds = min(done.seconds, TRIM * expected)
+            seconds = min(done.seconds, TRIM * expected) + self._learning
             if forced:
                 kept = tuple(0 if plan.choices[p.seq_id].free else p.drafted for p in parts)
                 without = self.costs.of(replace(work, budgets=kept)) / expected * seconds

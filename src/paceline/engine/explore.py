@@ -19,9 +19,9 @@ CHEAP = 0.005
 PROBE = 2
 #: What a round keeps of the older rounds' speed-up.
 RATE_KEEP = 0.97
-#: Share of a plain step's time that weighing the choices may take where nothing comes of it,
-#: and the rounds that it rests for at most.
-THINKING, LONGEST_REST = 0.004, 64
+#: Share of a round's time that weighing the choices may take; the rounds that it rests for at most
+#: where nothing came of it, and that a choice to draft is kept for.
+THINKING, LONGEST_REST, LONGEST_COURSE = 0.004, 64, 8
 
 
 @dataclass
@@ -147,3 +147,58 @@ class Rest:
             return False
         self.rounds -= 1
         return True
+
+
+@dataclass
+class Course:
+    """Weighing the choices and learning from a round take a part of a millisecond. A choice to
+    draft is kept for a few rounds, unless somebody sees more or less than before, or it has lost
+    a plain step.
+
+    rounds: still to come. plain: seconds of a plain step when it was chosen. gained: seconds
+    since then. passed: drafters that were not asked and count towards a probe.
+    """
+
+    rounds: int = 0
+    plain: float = 0.0
+    gained: float = 0.0
+    passed: tuple[str, ...] = ()
+    _took: float = 0.0
+    _sights: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+
+    def begin(
+        self, arms: Mapping[int, Seq[Arm]], used: Collection[str], took: float, plain: float,
+        seconds: float,
+    ) -> None:  # fmt: skip
+        """A decision that took so long: rounds of `seconds` by the drafters `used`; a plain step
+        takes `plain`."""
+        self._took += 0.1 * (took - self._took) if self._took else took
+        # The round that was decided is the first of them.
+        rounds = min(LONGEST_COURSE, math.ceil(self._took / (THINKING * seconds)))
+        self.rounds = max(rounds - 1, 0)
+        self.plain, self.gained = plain, 0.0
+        self._sights = {i: _sights(many) for i, many in arms.items()}
+        names = sorted({drafter for many in self._sights.values() for drafter, _ in many})
+        self.passed = tuple(n for n in names if n not in used)
+
+    def end(self) -> None:
+        self.rounds = 0
+
+    def add(self, seconds: float, plain: float) -> None:
+        """A round, and what plain decoding takes for its tokens."""
+        self.gained += plain - seconds
+        if self.gained < -self.plain:
+            self.rounds = 0
+
+    def goes_on(self, arms: Mapping[int, Seq[Arm]]) -> bool:
+        """One round more of it, or none: other sequences, or other sights than then."""
+        known = self._sights
+        if list(arms) != list(known) or any(_sights(many) != known[i] for i, many in arms.items()):
+            self.rounds = 0
+            return False
+        self.rounds -= 1
+        return True
+
+
+def _sights(arms: Seq[Arm]) -> list[tuple[str, int]]:
+    return [(a.drafter, a.bucket) for a in arms]
