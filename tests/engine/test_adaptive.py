@@ -185,6 +185,7 @@ def test_a_choice_is_kept_where_making_it_takes_time(monkeypatch) -> None:
     monkeypatch.setattr(Choices, "better", lambda *a: asked.append(1) or weigh(*a))
     run = simulate(lambda i, t, d: 0.9, requests=REQUESTS * 4)
     rounds = run.policy.usage()["rounds_by_drafter"]["model"]
+    assert run.policy.usage()["plain_rounds"] < 0.08 * rounds, "a plain one is one, not a course"
     assert len(asked) >= rounds if CLOCK["tick"] == 0.0 else len(asked) < 0.35 * rounds
 
 

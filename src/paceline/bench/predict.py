@@ -45,8 +45,8 @@ from paceline.core.latency import (
 )
 
 #: Standard deviation of log(measured / predicted) that neither prompts nor the profile's spread
-#: explain. `benchmarks/advisor_accuracy.py` measures it as `model_error`: 0.015 over a matrix of a
-#: 135M target; the few cells of a 1.5B one were off by more, so this stands between them.
+#: explain. `benchmarks/advisor_accuracy.py` measures it as `model_error`: 0.015 and 0 over two
+#: matrices; the rest leaves room for machines and models that were not measured.
 MODEL_ERROR = 0.04
 
 Floats = npt.NDArray[np.float64]

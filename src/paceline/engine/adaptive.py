@@ -101,6 +101,7 @@ class AdaptivePolicy:
         self._learning = 0.0  # what looking at the last round took
         self._rest = Rest()
         self._course = Course()
+        self._chosen: Plan | None = None  # what is kept
         self._kept = False
         self._rested: Plan | None = None
         self._since_plain = 0
@@ -165,6 +166,7 @@ class AdaptivePolicy:
             new = any(a.lag > self.config.most + 1 or self._on_trial(a.drafter) for a in drafting)
             if self._probing is None and not new and len(free) == len(seqs):
                 self._course.begin(arms, used, took, base.seconds, plan.seconds)
+                self._chosen = plan
         else:
             on_trial = {
                 a.drafter for many in arms.values() for a in many if self._on_trial(a.drafter)
@@ -196,8 +198,8 @@ class AdaptivePolicy:
         return self._rest.goes_on(arms, wake=due)
 
     def _keep(self, seqs: Seq[Sequence], arms: dict[int, list[Arm]]) -> Plan | None:
-        """The last round's choice once more; None where it has to be made anew."""
-        course, last = self._course, self._plan
+        """The last choice to draft once more; None where it has to be made anew."""
+        course, last = self._course, self._chosen
         if last is None or len(arms) != len(seqs) or not course.goes_on(arms):
             return None
         for name in course.passed:
