@@ -67,13 +67,15 @@ class SimDrafter(NoDrafter):
         self.names = list(names)
         self.matches = matches
         self.fed: dict[int, int] = {}
+        #: Length of the match, by output tokens.
+        self.bucket: Callable[[int], int] = lambda n: 2
 
     def arms(self, seq: Sequence) -> tuple[Arm, ...]:
         found = []
         for name in self.names:
             if name == "ngram":
                 if self.matches(seq.id, seq.n_output):
-                    found.append(Arm(drafter=name, bucket=2))
+                    found.append(Arm(drafter=name, bucket=self.bucket(seq.n_output)))
             else:
                 lag = len(seq.tokens) - self.fed.get(seq.id, 0)
                 found.append(Arm(drafter=name, lag=max(1, lag)))

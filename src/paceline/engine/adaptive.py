@@ -46,6 +46,8 @@ CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 #: Rounds that a new drafter's trial lasts. It may begin with reading a prompt where that takes
 #: no larger share of what is left of the request.
 TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
+#: Plain steps without whose time in the ledger nothing is decided.
+LEAST_ROOM = 0.5
 #: Plain steps that are all measured; of later ones, every so many.
 MEASURED, SAMPLED = 32, 4
 
@@ -148,10 +150,12 @@ class AdaptivePolicy:
         if base is self._rested and self._resting({}):
             return base
         arms = {s.id: self._arms(s) for s in free}
-        if not any(arms.values()) or self._resting(arms):
+        if self._resting(arms) or not any(arms.values()):
             return base
         if self._course.rounds and (kept := self._keep(seqs, arms)):
             return kept
+        if not self._solvent(arms):
+            return base
         start = self._clock()
         base = self._choices.plan(seqs, choices)
         self._scale_ledger(base.seconds)
@@ -273,6 +277,14 @@ class AdaptivePolicy:
         self._granted[new] = granted + missing
         self.ledger.grant(missing)
         return True
+
+    def _solvent(self, arms: dict[int, list[Arm]]) -> bool:
+        """Whether the ledger may have room for anything. Where it has none, deciding would only
+        cost what could become room."""
+        plain = self.ledger.start / self.config.start if self.config.start else 0.0
+        return self.ledger.room() >= LEAST_ROOM * plain or any(
+            self._on_trial(a.drafter) for many in arms.values() for a in many
+        )
 
     def _on_trial(self, drafter: str) -> bool:
         return self._rounds[drafter] < TRIAL_ROUNDS
