@@ -125,8 +125,8 @@ def test_what_is_not_shipped_is_named(monkeypatch, tmp_path: Path) -> None:
         plan("eagle3")
     head = random_eagle(eagle_config("eagle1", 90), TARGET)
     save_head(head, tmp_path / "tiny" / "eagle1", notes=HeadNotes(target="tiny"))
-    assert plan("eagle1").nodes is None
-    assert plan("eagle2").nodes is not None  # the same head, growing trees
+    assert plan("eagle1").shape is None
+    assert plan("eagle2").shape is not None  # the same head, growing trees
 
 
 def test_the_best_draft_without_a_download(tmp_path: Path) -> None:

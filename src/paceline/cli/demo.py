@@ -69,7 +69,7 @@ class Comparison:
             "speculative_tok_s": round(median(fast), 2),
             # Of neighbouring runs: a machine's speed drifts from one pair to the next.
             "speedup": round(median(f / p for f, p in zip(fast, plain, strict=True)), 3),
-            "tau": round(self.speculative[0].stats.tau, 3),
+            "tau": round(median(o.stats.tau for o in self.speculative), 3),
             "tokens": len(self.plain[0].tokens),
         }
 
