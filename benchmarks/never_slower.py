@@ -48,8 +48,9 @@ from paceline.bench.results import CellConfig, CellResult, cell_key
 from paceline.bench.runner import Runner, Settings, Watcher
 from paceline.bench.stats import paired_speedup
 from paceline.bench.workloads import load_workload
-from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import EngineConfig
+from paceline.engine.purse import AdaptiveConfig
 from paceline.engine.sessions import RandomDrafter
 from paceline.errors import UserError
 from paceline.types import Request, SamplingParams

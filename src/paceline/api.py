@@ -18,11 +18,12 @@ from paceline.core.shapes import TreeShape, best_shape
 from paceline.draft.auto import AutoDrafter
 from paceline.draft.base import Drafter
 from paceline.draft.tree import TreeDrafter
-from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.costs import guess
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import BudgetPolicy, FixedBudget
 from paceline.engine.profile import file_identity, obtain_profile, read_profile
+from paceline.engine.purse import AdaptiveConfig
 from paceline.errors import UserError
 from paceline.models.base import TargetModel
 from paceline.models.loading import Checkpoint, OnPack, open_checkpoint

@@ -41,6 +41,10 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     return ids
 
 
+#: Outputs of one request at most.
+MAX_N = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop.
@@ -112,7 +116,7 @@ class SamplingParams:
         self._check_grammar()
         seed_ok = self.seed is None or (_is_count(self.seed) and 0 <= self.seed < 2**64)
         _check(seed_ok, "seed", self.seed, "an integer from 0 to 2**64 - 1, or None")
-        _check(_is_count(self.n) and 1 <= self.n <= 1024, "n", self.n, "1 to 1024")
+        _check(_is_count(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"1 to {MAX_N}")
         n = self.max_tokens
         _check(_is_count(n) and n >= 1, "max_tokens", n, "1 or more")
         m = self.min_tokens

@@ -33,6 +33,13 @@ def test_light_drafts_have_no_trees_and_trees_have_their_own_k() -> None:
     ]
 
 
+@pytest.mark.parametrize("draft", ["some-model", "eagle3", "medusa"])
+@pytest.mark.parametrize(("tree", "k"), [("paths:12", 12), ("paths:60x10", 60), ("chain", 4)])
+def test_paths_have_their_nodes_whatever_their_width(draft: str, tree: str, k: int) -> None:
+    (group,) = expand(Axes(drafts=(draft,), trees=(tree,), ks=(4,), policies=("fixed",)))
+    assert [c.k for c in group.cells] == [k]
+
+
 def test_groups_share_all_but_policy_and_k_and_stay_small() -> None:
     axes = Axes(
         workloads=("suite", "code-edit"),

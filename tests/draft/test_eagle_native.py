@@ -200,7 +200,15 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize("shape", [None, Beam(nodes=9, width=3, depth=4), Beam(nodes=3, width=1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        None,
+        Beam(nodes=9, width=3, depth=4),
+        Beam(nodes=3, width=1),
+        Beam(nodes=60, width=10, depth=3),
+    ],
+)
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_proposals_at_once_are_those_level_by_level(kind: str, shape, target, monkeypatch) -> None:
     """Batches of requests, some of which need all logits; stop tokens; texts of plain decoding."""

@@ -10,10 +10,11 @@ import pytest
 from simulated import Alpha, SimDrafter, Simulation, profile, scaled
 
 from paceline.draft.base import Arm
-from paceline.engine import explore
-from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
-from paceline.engine.plan import Choices
+from paceline.engine import course as courses
+from paceline.engine.adaptive import AdaptivePolicy
+from paceline.engine.plan import Choice, Choices, Plan, work_of
 from paceline.engine.policy import FixedBudget
+from paceline.engine.purse import AdaptiveConfig
 from paceline.errors import UserError
 from paceline.types import Sequence
 
@@ -35,7 +36,7 @@ def deciding(request, monkeypatch) -> None:
     some 14 at a time without a thought, and choices to draft are kept for 8 rounds."""
     slow = request.param == "in a while"
     monkeypatch.setitem(CLOCK, "tick", 1e-6 if slow else 0.0)
-    monkeypatch.setattr(explore, "THINKING", 7e-6)
+    monkeypatch.setattr(courses, "THINKING", 7e-6)
 
 
 def simulate(
@@ -211,13 +212,12 @@ def test_a_choice_is_kept_where_making_it_takes_time(monkeypatch) -> None:
 
 def test_a_kept_choice_ends_when_it_loses_or_sees_something_else() -> None:
     arms = {7: [Arm(drafter="model"), Arm(drafter="ngram", bucket=2)]}
-    course = explore.Course()
-    course.begin(arms, {"model"}, took=1.0, plain=0.01, seconds=0.02)
-    assert course.rounds == explore.LONGEST_COURSE - 1
+    course = held(arms, drafts=True, took=1.0)
+    assert course.rounds == courses.LONGEST_COURSE - 1
     assert course.passed == ("ngram",)
     assert course.goes_on(arms)
     course.add(0.02, 0.011)
-    assert course.rounds == explore.LONGEST_COURSE - 2, "less than a plain step is lost"
+    assert course.rounds == courses.LONGEST_COURSE - 2, "less than a plain step is lost"
     course.add(0.02, 0.01)
     assert course.rounds == 0
     for other in (
@@ -226,12 +226,35 @@ def test_a_kept_choice_ends_when_it_loses_or_sees_something_else() -> None:
         {7: arms[7], 8: arms[7]},
         {8: arms[7]},
     ):
-        course.begin(arms, {"model"}, took=1.0, plain=0.01, seconds=0.02)
+        course = held(arms, drafts=True, took=1.0)
         assert not course.goes_on(other)
         assert course.rounds == 0
-    quick = explore.Course()
-    quick.begin(arms, {"model"}, took=0.0, plain=0.01, seconds=0.02)
-    assert quick.rounds == 0
+    assert held(arms, drafts=True, took=0.0).rounds == 0
+
+
+def test_a_plain_course_ends_when_somebody_sees_more() -> None:
+    arms = {7: [Arm(drafter="model"), Arm(drafter="ngram", bucket=2)]}
+    for other, goes_on in (
+        (arms, True),
+        ({}, True),
+        ({7: [Arm(drafter="ngram", bucket=1)]}, True),
+        ({7: [Arm(drafter="ngram", bucket=3)]}, False),
+        ({8: [Arm(drafter="ngram", bucket=1)]}, False),
+    ):
+        course = held(arms, drafts=False, took=1.0)
+        assert course.rounds == courses.LONGEST_REST - 1
+        assert course.goes_on(other) == goes_on
+        assert course.rounds == (courses.LONGEST_REST - 2 if goes_on else 0)
+
+
+def held(arms: dict[int, list[Arm]], *, drafts: bool, took: float) -> courses.Course:
+    """A course of 20 ms rounds of "model", or of plain ones, after a decision that took so long."""
+    choice = Choice(arms[7][0] if drafts else None, 4 if drafts else 0, True, "greedy")
+    plan = Plan({7: choice}, work_of([choice], [choice.budget], [100]), 0.0, 0.02)
+    course = courses.Course()
+    course.decided(took, plain=0.01)
+    course.hold(plan, arms, ["ngram"])
+    return course
 
 
 def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
@@ -262,7 +285,7 @@ class Counted(SimDrafter):
 def test_a_blind_drafter_is_let_sleep(monkeypatch) -> None:
     """Where a drafter's arms never change it need not be asked while the policy rests (some 13
     rounds at a time), and all that is decided stays the same: probes on time, new requests seen."""
-    monkeypatch.setattr(explore, "THINKING", 1.5e-4)
+    monkeypatch.setattr(courses, "THINKING", 1.5e-4)
     found, asked = [], []
     for blind in (False, True):
         ticks = itertools.count()

@@ -10,9 +10,10 @@ from devices import DRAFTERS, PROMPTS, ids, make_engine, run
 
 from paceline.core.latency import MODES, Curve, DraftCost, HostCost, Profile, TargetCost
 from paceline.draft.auto import AutoDrafter
-from paceline.engine.adaptive import AdaptiveConfig, AdaptivePolicy
+from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.engine import Engine
 from paceline.engine.policy import FixedBudget
+from paceline.engine.purse import AdaptiveConfig
 from paceline.proof import engine as prove
 from paceline.proof import toys
 from paceline.types import SamplingParams

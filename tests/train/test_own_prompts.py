@@ -95,6 +95,8 @@ def test_what_does_not_fit_is_refused(llm: LLM, tmp_path: Path) -> None:
         PromptPlan(count=3, temperature=0.0)
     with pytest.raises(UserError, match="n = 0"):
         PromptPlan(count=3, batch=0)
+    with pytest.raises(UserError, match="seed = -1 is"):
+        PromptPlan(count=3, seed=-1)
     bare = LLM(str(_without_template(llm, tmp_path)), draft="none", dtype="float32", engine=ENGINE)
     with pytest.raises(UserError, match="no chat template"):
         write(bare, tmp_path / "b.jsonl", 3)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.bench.results import CellConfig
 from paceline.errors import UserError
 from paceline.registry import LIGHT, DraftSpec, is_layerskip, parse_tree
-from paceline.registry_heads import is_head
+from paceline.registry_heads import head_tree, is_head
 
 POLICIES = ("fixed", "adaptive")
 #: In a list of trees: no tree.
@@ -153,7 +153,8 @@ def tree_nodes(spec: DraftSpec) -> int | None:
     """Nodes of the tree that was asked for; None for chains, and where k says how many."""
     if spec.tree is None:
         return None
-    if spec.tree.startswith("paths:"):  # of models and heads alike
-        return int(spec.tree.removeprefix("paths:"))
-    plan = None if is_head(spec.second.name) else parse_tree(spec.tree)
+    if is_head(spec.second.name):
+        shape = head_tree(spec.tree).shape
+        return None if shape is None else shape.nodes
+    plan = parse_tree(spec.tree)
     return None if plan is None else plan.fit or plan.nodes

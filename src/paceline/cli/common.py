@@ -40,7 +40,7 @@ Draft = Annotated[
 ]
 Tree = Annotated[
     str | None,
-    typer.Option(help="Draft trees: 3x2x1, top:3x2x1, paths:12 or sequoia:12 (docs/drafters.md)."),
+    typer.Option(help="3x2x1, top:3x2x1, paths:12, paths:60x10, sequoia:12 (docs/drafters.md)."),
 ]
 DraftVocab = Annotated[
     str, typer.Option(help="same; intersect or slem for a draft with another tokenizer.")

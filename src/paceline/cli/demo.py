@@ -169,7 +169,7 @@ def _print_pair(llm: LLM, comparison: Comparison) -> None:
 
 
 def _print_table(comparisons: list[Comparison], title: str) -> None:
-    table = Table(title=title)
+    table = Table(title=title, caption="medians; speed-up: of neighbouring runs")
     for column in ("prompt", "same text", "plain tok/s", "speculative tok/s", "speed-up", "tau"):
         table.add_column(column, justify="left" if column == "prompt" else "right")
     for comparison in comparisons:

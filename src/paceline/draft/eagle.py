@@ -335,8 +335,11 @@ class EagleDrafter:
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
         cached = sum(s.cache.nbytes for s in self._states.values())
-        waiting = sum(s.n_pending for s in self._states.values())
-        features = 4 * waiting * len(self.taps) * self.config.hidden
+        features = sum(
+            s.n_pending * sum(t.element_size() * t.shape[1] for t in s.pending[0])
+            for s in self._states.values()
+            if s.pending
+        )
         return DrafterUsage(
             blocks_used=sum(rows), bytes_total=self._weight_bytes + cached + features
         )

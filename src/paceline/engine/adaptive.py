@@ -20,24 +20,22 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.core.latency import Profile, mode_of
 from paceline.draft.base import Arm, Drafter, arms_of, blind
 from paceline.draft.coupling import unsteady
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.costs import Costs, Work
-from paceline.engine.explore import Course, Lengths, Probe, Rates, Rest
-from paceline.engine.ledger import Ledger
+from paceline.engine.course import Course
+from paceline.engine.explore import Lengths, Probe, Rates
 from paceline.engine.plan import Choice, Choices, Plan, work_of
 from paceline.engine.policy import Part, Round
-from paceline.errors import UserError
+from paceline.engine.purse import AdaptiveConfig, Purse
 from paceline.types import Sequence
 
 #: Budget of requests whose text must not depend on times (`draft.coupling.unsteady`).
 STEADY_K = 4
-#: C_max is what a round is expected to take, times this.
-MARGIN = 1.25
 #: An interruption is charged up to so many times what the round was expected to take.
 TRIM = 3.0
 #: Plain steps before anything is drafted. Later ones keep the measure of what speculation is
@@ -46,33 +44,8 @@ CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 #: Rounds that a new drafter's trial lasts. It may begin with reading a prompt where that takes
 #: no larger share of what is left of the request.
 TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
-#: Plain steps without whose time in the ledger nothing is decided.
-LEAST_ROOM = 0.5
 #: Plain steps that are all measured; of later ones, every so many.
 MEASURED, SAMPLED = 32, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveConfig:
-    """most: nodes a round and sequence at most. eps: tolerated loss, as a share of plain
-    decoding. In plain steps: start (s0), trial (what each drafter's first rounds, with the
-    reading of a prompt, may cost on top of s0, once), credit (gains kept to pay for later
-    losses)."""
-
-    most: int = 8
-    eps: float = 0.02
-    start: float = 2.0
-    trial: float = 24.0
-    credit: float = 256.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.most <= 64:
-            raise UserError(f"k = {self.most} is out of range: use 0 to 64")
-        if not 0.0 < self.eps <= 1.0:
-            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.02")
-        for name in ("start", "trial", "credit"):
-            if getattr(self, name) < 0.0:
-                raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")
 
 
 class AdaptivePolicy:
@@ -89,7 +62,8 @@ class AdaptivePolicy:
         self.config = config or AdaptiveConfig()
         self.costs = Costs(profile)
         self.acceptance = Acceptance()
-        self.ledger = Ledger(self.config.eps)
+        self._purse = Purse(self.config)
+        self.ledger = self._purse.ledger
         self._drafter = drafter
         self._clock = clock
         self._lengths = Lengths()
@@ -101,17 +75,14 @@ class AdaptivePolicy:
         self._settled: Plan | None = None
         self._thinking = 0.0
         self._learning = 0.0  # what looking at the last round took
-        self._rest = Rest()
         self._course = Course()
-        self._chosen: Plan | None = None  # what is kept
-        self._kept = False
+        self._kept = False  # whether this round goes on with a choice to draft
         self._rested: Plan | None = None
         self._since_plain = 0
         self._plain_rounds = 0
         self._rounds: Counter[str] = Counter()
         self._histogram: Counter[int] = Counter()
         self._n_probes = 0
-        self._granted: dict[str, float] = {}
 
     # -- deciding ---------------------------------------------------------------------------
 
@@ -146,38 +117,61 @@ class AdaptivePolicy:
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
         if self._since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
             return base
-        # A blind drafter need not be asked for what it said when the rest began.
-        if base is self._rested and self._resting({}):
+        # A blind drafter need not be asked for what it said when a plain course began.
+        if base is self._rested and self._held(seqs, base, {}):
             return base
         arms = {s.id: self._arms(s) for s in free}
-        if self._resting(arms) or not any(arms.values()):
-            return base
-        if self._course.rounds and (kept := self._keep(seqs, arms)):
-            return kept
-        if not self._solvent(arms):
+        held = self._held(seqs, base, arms)
+        if held or not any(arms.values()):
+            return held or base
+        on_trial = {a.drafter for m in arms.values() for a in m if self._on_trial(a.drafter)}
+        if not on_trial and not self._purse.solvent(self._course.plain):
             return base
         start = self._clock()
         base = self._choices.plan(seqs, choices)
-        self._scale_ledger(base.seconds)
+        self._purse.scale(base.seconds)
         chosen = self._best(seqs, free, arms, base)
         plan = self._with_probe(seqs, free, arms, base, chosen)
-        took = self._clock() - start
-        self._course.end()
+        self._course.decided(self._clock() - start, base.seconds)
+        self._hold(plan, arms, on_trial, whole=len(free) == len(seqs))
+        return plan
+
+    def _hold(
+        self, plan: Plan, arms: dict[int, list[Arm]], on_trial: set[str], *, whole: bool
+    ) -> None:
+        """Let a decision hold, if it is one that can. whole: it was made for all sequences."""
+        drafting = [c.arm for c in plan.choices.values() if c.free and c.arm and c.budget]
+        used = {arm.drafter for arm in drafting}
+        names = {a.drafter for many in arms.values() for a in many}
+        self._rested = None
         if plan.work.extra:
-            self._rest.end(took)
-            drafting = [c.arm for c in plan.choices.values() if c.arm and c.budget]
-            used = {arm.drafter for arm in drafting}
-            new = any(a.lag > self.config.most + 1 or self._on_trial(a.drafter) for a in drafting)
-            if self._probing is None and not new and len(free) == len(seqs):
-                self._course.begin(arms, used, took, base.seconds, plan.seconds)
-                self._chosen = plan
-        else:
-            on_trial = {
-                a.drafter for many in arms.values() for a in many if self._on_trial(a.drafter)
-            }
-            self._rest.begin(arms, on_trial, took, base.seconds)
-            all_seen = blind(self._drafter) and len(free) == len(seqs)
-            self._rested = self._settled if all_seen else None
+            # Not a probe, a trial, or the reading of a prompt: these are done once.
+            reading = any(arm.lag > self.config.most + 1 for arm in drafting)
+            if self._probing or reading or used & on_trial or not whole:
+                return
+        elif whole and blind(self._drafter):
+            self._rested = self._settled
+        self._course.hold(plan, arms, sorted(names - used - on_trial))
+
+    def _held(self, seqs: Seq[Sequence], base: Plan, arms: dict[int, list[Arm]]) -> Plan | None:
+        """The last decision once more; None where a new one is due."""
+        course = self._course
+        if not course.rounds:
+            return None
+        for name in course.passed:
+            self._probe(name).refused()
+        if any(self._probe(name).due for name in course.passed):
+            course.end()
+        if not course.rounds or not course.goes_on(arms):
+            return None
+        assert course.plan is not None
+        if not course.plan.work.extra:
+            return base
+        permitted = self._purse.permits(course.plan.seconds, course.plain)
+        plan = course.again(seqs, arms) if permitted else None
+        if plan is None:
+            course.end()
+        self._kept = plan is not None
         return plan
 
     def _plain(self, seqs: Seq[Sequence]) -> Plan:
@@ -191,37 +185,6 @@ class AdaptivePolicy:
         # What a request's own k asks for changes from round to round.
         self._settled = plan if all(c.free for c in choices.values()) else None
         return plan
-
-    def _resting(self, arms: dict[int, list[Arm]]) -> bool:
-        """Whether this round is plain without a thought, as the last ones were."""
-        if not self._rest.rounds:
-            return False
-        for name in self._rest.refused:
-            self._probe(name).refused()
-        due = any(self._probe(name).due for name in self._rest.refused)
-        return self._rest.goes_on(arms, wake=due)
-
-    def _keep(self, seqs: Seq[Sequence], arms: dict[int, list[Arm]]) -> Plan | None:
-        """The last choice to draft once more; None where it has to be made anew."""
-        course, last = self._course, self._chosen
-        if last is None or len(arms) != len(seqs) or not course.goes_on(arms):
-            return None
-        for name in course.passed:
-            self._probe(name).refused()
-        due = any(self._probe(name).due for name in course.passed)
-        if due or not self.ledger.permits(MARGIN * last.seconds, course.plain):
-            course.end()
-            return None
-        choices = {}
-        for s in seqs:
-            old = last.choices[s.id]
-            arm = next((a for a in arms[s.id] if old.arm and a.drafter == old.arm.drafter), None)
-            if old.budget > (arm.most if arm else 0):
-                course.end()
-                return None
-            choices[s.id] = replace(old, arm=arm)
-        self._kept = True
-        return replace(last, choices=choices)
 
     def _given(self, seq: Sequence) -> Choice:
         """What the request itself settles: its own k, or a fixed one for a steady text."""
@@ -242,11 +205,6 @@ class AdaptivePolicy:
         found = arms_of(self._drafter, seq)
         return [a if a.most <= most else replace(a, most=most) for a in found if a.most > 0]
 
-    def _scale_ledger(self, plain: float) -> None:
-        """What is given in plain steps, in seconds; never lowered."""
-        self.ledger.start = max(self.ledger.start, self.config.start * plain)
-        self.ledger.credit = max(self.ledger.credit, self.config.credit * plain)
-
     def _best(
         self, seqs: Seq[Sequence], free: Seq[Sequence], arms: dict[int, list[Arm]], base: Plan
     ) -> Plan:
@@ -262,29 +220,14 @@ class AdaptivePolicy:
 
     def _permitted(self, plan: Plan, base: Plan, who: Seq[Sequence]) -> bool:
         """Whether the ledger has room. For each drafter's first rounds room is made."""
-        most = MARGIN * plan.seconds
-        if self.ledger.permits(most, base.seconds):
+        if self._purse.permits(plan.seconds, base.seconds):
             return True
         new = next((d for d in plan.work.drafters if d and self._on_trial(d)), None)
         left = sum(self._lengths.remaining(s.n_output, s.params.max_tokens) for s in who)
         share = TRIAL_SHARE * left * base.seconds / len(plan.work.budgets)
         if new is None or plan.catching_up > share:
             return False
-        missing = most - base.seconds - self.ledger.room()
-        granted = self._granted.get(new, 0.0)
-        if granted + missing > self.config.trial * base.seconds:
-            return False
-        self._granted[new] = granted + missing
-        self.ledger.grant(missing)
-        return True
-
-    def _solvent(self, arms: dict[int, list[Arm]]) -> bool:
-        """Whether the ledger may have room for anything. Where it has none, deciding would only
-        cost what could become room."""
-        plain = self.ledger.start / self.config.start if self.config.start else 0.0
-        return self.ledger.room() >= LEAST_ROOM * plain or any(
-            self._on_trial(a.drafter) for many in arms.values() for a in many
-        )
+        return self._purse.admits(new, plan.seconds, base.seconds)
 
     def _on_trial(self, drafter: str) -> bool:
         return self._rounds[drafter] < TRIAL_ROUNDS

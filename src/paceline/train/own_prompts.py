@@ -17,7 +17,7 @@ from typing import Any
 from paceline.api import LLM
 from paceline.errors import UserError
 from paceline.train.overlap import Forbidden, Seen, words
-from paceline.types import FinishReason, SamplingParams
+from paceline.types import MAX_N, FinishReason, SamplingParams
 
 #: Batches in a row that brought nothing new, after which a target has no more to say.
 PATIENCE = 50
@@ -43,6 +43,10 @@ class PromptPlan:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise UserError(f"count = {self.count} is out of range: use 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed = {self.seed} is out of range: use 0 to 2**32 - 1")
+        if not 1 <= self.batch <= MAX_N:
+            raise UserError(f"batch (n = {self.batch}) is out of range: use 1 to {MAX_N}")
         if self.params(0).greedy:
             raise UserError("temperature = 0 writes one prompt again and again: use 1, or 0.7")
 

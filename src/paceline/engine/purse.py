@@ -1,0 +1,70 @@
+"""What speculation may spend: the ledger, and room that is made for trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.engine.ledger import Ledger
+from paceline.errors import UserError
+
+#: A round may take what it is expected to, times this.
+MARGIN = 1.25
+#: Plain steps without whose time nothing is worth deciding.
+LEAST_ROOM = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+    """most: nodes a round and sequence at most. eps: tolerated loss, as a share of plain
+    decoding. In plain steps: start (s0), trial (what each drafter's first rounds, with the
+    reading of a prompt, may cost on top of s0, once), credit (gains kept to pay for later
+    losses)."""
+
+    most: int = 8
+    eps: float = 0.02
+    start: float = 2.0
+    trial: float = 24.0
+    credit: float = 256.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.most <= 64:
+            raise UserError(f"k = {self.most} is out of range: use 0 to 64")
+        if not 0.0 < self.eps <= 1.0:
+            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.02")
+        for name in ("start", "trial", "credit"):
+            if getattr(self, name) < 0.0:
+                raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")
+
+
+class Purse:
+    """Mutable."""
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self.ledger = Ledger(config.eps)
+        self._config = config
+        self._granted: dict[str, float] = {}
+
+    def scale(self, plain: float) -> None:
+        """What is given in plain steps, in seconds; never lowered."""
+        self.ledger.start = max(self.ledger.start, self._config.start * plain)
+        self.ledger.credit = max(self.ledger.credit, self._config.credit * plain)
+
+    def solvent(self, plain: float) -> bool:
+        """Whether there may be room for anything. Where there is none, deciding would only cost
+        what could become room."""
+        return self.ledger.room() >= LEAST_ROOM * plain
+
+    def permits(self, seconds: float, plain: float) -> bool:
+        """Whether there is room for a round of so many seconds, where a plain step takes
+        `plain`."""
+        return self.ledger.permits(MARGIN * seconds, plain)
+
+    def admits(self, drafter: str, seconds: float, plain: float) -> bool:
+        """The same for a round of a drafter on trial: room is made for it, once."""
+        missing = MARGIN * seconds - plain - self.ledger.room()
+        granted = self._granted.get(drafter, 0.0)
+        if granted + missing > self._config.trial * plain:
+            return False
+        self._granted[drafter] = granted + missing
+        self.ledger.grant(missing)
+        return True
