@@ -4,9 +4,10 @@
 
 For each target and domain, some prompts are traced and others measured, so nothing is predicted
 from what it is compared with. Plain decoding and every k run in turn on each measured prompt
-(outputs of equal length, one request at a time). Finished cells are kept in --out; the same
-command goes on where it stopped, each model's costs measured anew. Last line: JSON, over all
-cells of the file:
+(outputs of equal length, one request at a time), --repeats times. Costs are measured before each
+domain and behind it, and their mean predicts: what a shared machine changes in those minutes is no
+fault of the advisor's. Finished domains are kept in --out; the same command goes on where it
+stopped. Last line: JSON, over all cells of the file:
 
     within_10     share of cells whose measured speed-up is within 10 % of the predicted one
     coverage      share of cells in the 95 % interval (for so many measured prompts)
@@ -22,7 +23,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,7 @@ from paceline.bench import advise
 from paceline.bench.advise import Bench, Question
 from paceline.bench.predict import Prediction, Predictor
 from paceline.bench.trace import Setting, trace_requests
+from paceline.core.latency import Profile
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
@@ -46,7 +48,30 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def seconds(engine: Engine, prompt: Prompt, setting: Setting, k: int, n: int, seed: int) -> float:
+@dataclass
+class Ran:
+    """Of one k, or of the plain runs beside it: seconds, tokens and rounds of whole requests, and
+    seconds behind the first token."""
+
+    seconds: float = 0.0
+    decoding: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+
+    def add(self, other: Ran) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def tau(self) -> float:
+        return self.tokens / self.rounds
+
+    def ms_round(self, requests: int) -> float:
+        """Mean of a round behind the first token."""
+        return 1e3 * self.decoding / (self.rounds - requests)
+
+
+def run(engine: Engine, prompt: Prompt, setting: Setting, k: int, n: int, seed: int) -> Ran:
     """One whole request of exactly n tokens."""
     engine.policy = FixedBudget(k)
     params = setting.params(max_tokens=n, seed=seed, ignore_eos=True)
@@ -55,33 +80,45 @@ def seconds(engine: Engine, prompt: Prompt, setting: Setting, k: int, n: int, se
     (i,) = engine.submit(Request(prompt=prompt, params=params))
     while not engine.idle:
         engine.step()
-    stats = engine.result(i).stats
-    assert stats.finished is not None
-    return stats.finished - stats.submitted
+    s = engine.result(i).stats
+    assert s.finished is not None
+    assert s.first_token is not None
+    return Ran(s.finished - s.submitted, s.finished - s.first_token, s.emitted, s.rounds)
 
 
 def measure(
-    bench: Bench, label: str, prompts: list[Prompt], setting: Setting, ks: list[int], n: int
-) -> dict[int, float]:
-    """Speed-up by k: plain over speculative seconds, summed over prompts. A plain run stands
-    at both ends and after every second k; each k is compared with the nearest ones."""
+    bench: Bench, label: str, prompts: list[Prompt], setting: Setting, ks: list[int], n: int,
+    repeats: int,
+) -> dict[int, dict[str, float]]:  # fmt: skip
+    """By k: speed-up, plain over speculative seconds, summed over prompts and repeats; tau; ms of
+    a plain and of a speculative round. A plain run stands at both ends and after every second k;
+    each k is compared with the nearest ones."""
     engine = Engine(
         bench.model, bench.drafters[label], FixedBudget(0), CONFIG, vocab_size=bench.vocab_size
     )
-    seconds(engine, prompts[0], setting, max(ks), 8, 0)
-    plain = dict.fromkeys(ks, 0.0)
-    fast = dict.fromkeys(ks, 0.0)
-    for number, prompt in enumerate(prompts):
-        order = ks if number % 2 == 0 else ks[::-1]
-        before = seconds(engine, prompt, setting, 0, n, number)
+    run(engine, prompts[0], setting, max(ks), 8, 0)
+    plain, fast = ({k: Ran() for k in ks} for _ in range(2))
+    turns = repeats * list(enumerate(prompts))
+    for turn, (number, prompt) in enumerate(turns):
+        order = ks if turn % 2 == 0 else ks[::-1]
+        before = run(engine, prompt, setting, 0, n, number)
         for pair in _pairs(order):
-            times = [seconds(engine, prompt, setting, k, n, number) for k in pair]
-            after = seconds(engine, prompt, setting, 0, n, number)
-            for k, t in zip(pair, times, strict=True):
-                fast[k] += t
-                plain[k] += (before + after) / 2
+            ran = [run(engine, prompt, setting, k, n, number) for k in pair]
+            after = run(engine, prompt, setting, 0, n, number)
+            for k, mine in zip(pair, ran, strict=True):
+                fast[k].add(mine)
+                plain[k].add(before)
+                plain[k].add(after)
             before = after
-    return {k: plain[k] / fast[k] for k in ks}
+    return {
+        k: {
+            "measured": round(plain[k].seconds / 2 / fast[k].seconds, 4),
+            "measured_tau": round(fast[k].tau, 3),
+            "measured_ms_plain": round(plain[k].ms_round(2 * len(turns)), 3),
+            "measured_ms_round": round(fast[k].ms_round(len(turns)), 3),
+        }
+        for k in ks
+    }
 
 
 def _pairs(values: list[int]) -> Iterator[list[int]]:
@@ -97,26 +134,37 @@ def spread_without_model_error(predictor: Predictor, p: Prediction) -> float:
     return math.log(bare.high / bare.low) / (2 * 1.96)
 
 
-def block(
-    bench: Bench, predictors: dict[Setting, Predictor], setting: Setting, measured: list[Prompt],
-    label: str, ks: list[int], n: int,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    predictor = predictors[setting]
-    found = measure(bench, label, measured, setting, ks, n)
-    for k, speedup in found.items():
-        p = predictor.predict(label, k)
-        yield {
-            "draft": label,
-            "k": k,
-            "temperature": setting.temperature,
-            "seeded": setting.seeded,
-            "predicted": round(p.latency.value, 4),
-            "low": round(p.latency.low, 4),
-            "high": round(p.latency.high, 4),
-            "measured": round(speedup, 4),
-            "sd": round(spread_without_model_error(predictor, p), 5),
-            "tau": round(p.tau, 3),
-        }
+def cell_of(predictor: Predictor, label: str, k: int, found: dict[str, float]) -> dict[str, Any]:
+    p = predictor.predict(label, k)
+    return {
+        "draft": label,
+        "k": k,
+        "temperature": p.setting.temperature,
+        "seeded": p.setting.seeded,
+        "predicted": round(p.latency.value, 4),
+        "low": round(p.latency.low, 4),
+        "high": round(p.latency.high, 4),
+        "sd": round(spread_without_model_error(predictor, p), 5),
+        "tau": round(p.tau, 3),
+        "ms_plain": round(1e3 * p.t_plain, 3),
+        "ms_round": round(1e3 * p.t_round, 3),
+        **found,
+    }
+
+
+def mean_profile(a: Profile, b: Profile) -> Profile:
+    """Of two measurements of the same things."""
+
+    def mean(x: Any, y: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: mean(x[name], y[name]) for name in x}
+        if isinstance(x, list):
+            return [mean(*pair) for pair in zip(x, y, strict=True)]
+        return (x + y) / 2
+
+    one, other = a.to_json(), b.to_json()
+    kept = {name: one.pop(name) for name in ("format", "meta")}
+    return Profile.from_json({**mean(one, {n: other[n] for n in one}), **kept})
 
 
 def budgets(bench: Bench, label: str, turn: int) -> list[int]:
@@ -145,44 +193,41 @@ def run_model(
             if (model, workload, setting.temperature, setting.seeded, label, k) not in done
         ])
     ]  # fmt: skip
-    if not todo:
-        return
-    note(f"{model}: measuring costs")
-    profile = advise.profile_of(bench, fresh=True)
-    predictors: dict[str, dict[Setting, Predictor]] = {}
-    held: dict[str, list[Prompt]] = {}
-    for number, (workload, setting, label, ks) in enumerate(todo, 1):
+    profile: Profile | None = None
+    for workload in dict.fromkeys(w for w, *_ in todo):
         if time.monotonic() > stop:
             note("out of time: the same command goes on from here")
             return
-        if workload not in held:
-            own = Question(**{**vars(question), "workload": workload})
-            _, prompts = advise.load_prompts(own, bench)
-            held[workload] = prompts[: args.measured]
-            predictors[workload] = {
-                s: Predictor(
-                    profile, s,
-                    trace_requests(
-                        bench.model, bench.drafters, {n: i.most for n, i in bench.infos.items()},
-                        prompts[args.measured :], s, CONFIG, max_tokens=args.max_tokens,
-                        vocab_size=bench.vocab_size, seed=1000, ignore_eos=True,
-                    ),
-                    requests=args.measured,
-                )
-                for s in settings
-            }  # fmt: skip
-        found = block(
-            bench, predictors[workload], setting, held[workload], label, ks, args.max_tokens
-        )
-        for cell in found:
-            cell = {"model": model, "workload": workload, **cell}
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(cell) + "\n")
-            note(
-                f"{number}/{len(todo)} {workload} {label} {setting.label} k={cell['k']}: predicted "
-                f"{cell['predicted']:.2f} ({cell['low']:.2f} to {cell['high']:.2f}), measured "
-                f"{cell['measured']:.2f}"
+        own = Question(**{**vars(question), "workload": workload})
+        _, prompts = advise.load_prompts(own, bench)
+        blocks = [block for w, *block in todo if w == workload]
+        note(f"{model}, {workload}: measuring costs and tracing")
+        before = profile or advise.profile_of(bench, fresh=True)
+        traced = {
+            setting: trace_requests(
+                bench.model, bench.drafters, {n: i.most for n, i in bench.infos.items()},
+                prompts[args.measured :], setting, CONFIG, max_tokens=args.max_tokens,
+                vocab_size=bench.vocab_size, seed=1000, ignore_eos=True,
             )
+            for setting in dict.fromkeys(s for s, *_ in blocks)
+        }  # fmt: skip
+        measured = []
+        for number, (setting, label, ks) in enumerate(blocks, 1):
+            note(f"{number}/{len(blocks)}: {label}, {setting.label}, k = {ks}")
+            held, n = prompts[: args.measured], args.max_tokens
+            measured.append(measure(bench, label, held, setting, ks, n, args.repeats))
+        profile = advise.profile_of(bench, fresh=True)
+        costs = mean_profile(before, profile)
+        for (setting, label, _), found in zip(blocks, measured, strict=True):
+            predictor = Predictor(costs, setting, traced[setting], requests=args.measured)
+            for k, mine in found.items():
+                cell = cell_of(predictor, label, k, mine)
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"model": model, "workload": workload, **cell}) + "\n")
+                note(
+                    f"{workload} {label} {setting.label} k={k}: predicted {cell['predicted']:.2f} "
+                    f"({cell['low']:.2f} to {cell['high']:.2f}), measured {cell['measured']:.2f}"
+                )
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -235,12 +280,13 @@ def main() -> None:
     parser.add_argument("--seeded", action="store_true", help="requests name a seed")
     parser.add_argument("--traced", type=int, default=12, help="prompts to predict from")
     parser.add_argument("--measured", type=int, default=6, help="other prompts to measure")
+    parser.add_argument("--repeats", type=int, default=2, help="of each measured prompt")
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--out", type=Path, default=Path("advisor_accuracy.jsonl"))
     args = parser.parse_args()
-    if args.traced < 4 or args.measured < 2:
-        parser.error("--traced needs 4 prompts or more, --measured 2")
+    if args.traced < 4 or args.measured < 2 or args.repeats < 1:
+        parser.error("--traced needs 4 prompts or more, --measured 2, --repeats 1")
 
     stop = time.monotonic() + 60 * args.minutes
     cells = _read(args.out)

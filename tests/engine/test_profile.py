@@ -44,6 +44,9 @@ TARGET = TargetCost(
     rows=Curve(xs=(1.0, 4.0, 64.0), ys=(50e-3, 56e-3, 236e-3)),
     per_entry=Curve(xs=(1.0, 17.0), ys=(2e-6, 4e-6)),
 )
+SMALL = TargetCost(
+    rows=Curve(xs=(1.0, 4.0, 64.0), ys=(5e-3, 5.6e-3, 23.6e-3)), per_entry=Curve.level(0.0)
+)
 DRAFT = TargetCost(
     rows=Curve(xs=(1.0, 64.0), ys=(8e-3, 8e-3 + 63 * 0.1e-3)), per_entry=Curve.level(0.5e-6)
 )
@@ -79,7 +82,7 @@ def test_known_costs_are_found(depth, noise, within):
             assert d.catch_up(1024) == pytest.approx(prompt, rel=0.3)
             reading = d(4, [2064]) - d(4, [64])
             assert reading == pytest.approx(4 * 2000 * 0.5e-6, rel=0.15)
-    assert found.meta["seconds"] < 60 * (1 + 2 * noise)
+    assert found.meta["seconds"] < 60 * (1 + 4 * noise)
     assert drafter.usage().blocks_used == 0
 
 
@@ -116,6 +119,42 @@ def test_what_a_draft_does_but_once_is_no_cost_of_prompts(depth):
     for n in (16, 32, 128) if depth is FULL else (16, 32):
         reading = DRAFT.rows(n) - DRAFT.rows(1)
         assert found.drafts["d"].catch_up(n) == pytest.approx(reading, rel=0.15)
+
+
+def test_a_fast_model_is_measured_over_some_seconds():
+    """A machine that is slow for the first four seconds, in passes of many rows above all, was
+    so for a small part of what is measured."""
+    clock = SimulatedClock()
+
+    class Disturbed(Machine):
+        def forward(self, batch, *args, **more):
+            if clock.now < 4.0:
+                clock.work(5e-4 * batch.n_rows)
+            return super().forward(batch, *args, **more)
+
+    found = measure(Disturbed(clock, SMALL), {}, CONFIG, depth=FULL, clock=clock)
+    for n in (1, 2, 5, 9):
+        assert found.target([n], [0]) == pytest.approx(SMALL([n], [0]), rel=0.03)
+
+
+def test_a_machine_settles():
+    """For 40 ms after another kind of pass each takes a fifth longer, as where clocks and caches
+    adapt; what an engine does for long is what counts."""
+    clock = SimulatedClock()
+
+    class Inert(Machine):
+        rows, since = 0, 0.0
+
+        def forward(self, batch, *args, **more):
+            if batch.n_rows != self.rows:
+                self.rows, self.since = batch.n_rows, clock.now
+            if clock.now - self.since < 40e-3:
+                clock.work(0.2 * SMALL([batch.n_rows], [0]))
+            return super().forward(batch, *args, **more)
+
+    found = measure(Inert(clock, SMALL), {}, CONFIG, depth=FULL, clock=clock)
+    for n in (1, 2, 5, 9):
+        assert found.target([n], [0]) == pytest.approx(SMALL([n], [0]), rel=0.02)
 
 
 def test_the_quick_depth_is_quick():

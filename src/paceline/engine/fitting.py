@@ -19,13 +19,17 @@ from paceline.core.latency import Curve, DraftCost, HostCost, TargetCost
 
 #: Prompt length from which a session tells what reading a draft cache costs.
 LONG = 512
+#: Steps of a streak that waits for the machine to settle, at most.
+MOST_STREAK = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
     """Engine steps to take: `rounds` times every k of `budgets`, in shuffled order. Each is
     taken `streak` times in a row, of which the first does not count (where there are more):
-    what a pass finds in the caches depends on the one before."""
+    what a pass finds in the caches depends on the one before. settle: seconds at the beginning
+    of a streak that do not count either, as caches and clocks take some; a streak is then
+    longer, but no longer than MOST_STREAK."""
 
     batch: int = 1
     sampled: bool = False
@@ -33,6 +37,11 @@ class Session:
     rounds: int
     prompt: int
     streak: int = 1
+    settle: float = 0.0
+
+    @property
+    def longest_streak(self) -> int:
+        return max(self.streak, MOST_STREAK) if self.settle else self.streak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,10 @@ class Step:
         """Of each sequence; what was drafted is spread evenly."""
         n = len(self.contexts)
         return [1 + self.drafted // n + (i < self.drafted % n) for i in range(n)]
+
+    @property
+    def seconds(self) -> float:
+        return self.t_p + self.t_q + self.t_o
 
     @property
     def full(self) -> bool:

@@ -6,9 +6,10 @@ passes cost between an engine's other work, which is more: caches are colder and
 Steps with the drafters give drafting. Random tokens are fine for costs and say nothing about
 acceptance.
 
-Shared machines are noisy and change their speed by a third for seconds at a time: everything is
-repeated in shuffled order, warmed up, kept clear of garbage collections, compared with plain
-passes next to it, and condensed by medians.
+Shared machines are noisy and change their speed by a third for seconds at a time, passes of many
+rows by more than those of one: everything is repeated in shuffled order, over some seconds however
+fast the model is, warmed up, kept clear of garbage collections, compared with plain passes next to
+it, and condensed by medians.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ from paceline.engine.sessions import Clock, RandomDrafter, chosen, new_engine, r
 from paceline.models.base import KVStore, RowGroup, TargetModel, pack
 
 #: Changes when what is measured does, so that older cached profiles are not taken.
-METHOD = 3
+METHOD = 4
+
+#: So many times more often than a depth says is anything repeated at most.
+MOST = 5
+
+#: Seconds after which a machine runs at the speed that steps of one kind have in the long run:
+#: plain ones of a small model are a twentieth faster then, and verifying ones slower.
+SETTLE = 0.05
 
 #: Called with a share of the work done, 0 to 1, and what is being measured.
 Progress = Callable[[float, str], None]
@@ -56,7 +64,9 @@ class Depth:
     prompt's pass, without; sweeps: repetitions; context: long one for the cost of reading a
     cache, at `reading` rows. random: engine steps with random drafts, `cycles` times; far: the
     same once, with long prompts. sessions: engine steps with each drafter. Single and batched
-    ones of both modes among `random` tell a step's host cost from a sequence's."""
+    ones of both modes among `random` tell a step's host cost from a sequence's. seconds: over
+    which sweeps, cycles and each drafter's sessions are spread by more of them, up to MOST
+    times as many."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -67,6 +77,15 @@ class Depth:
     cycles: int
     far: tuple[Session, ...]
     sessions: tuple[Session, ...]
+    seconds: float
+
+    def repeat(self, times: int, clock: Clock) -> Iterator[int]:
+        """As often as wanted, and longer where that was over soon."""
+        start = clock()
+        for i in range(MOST * times):
+            if i >= times and clock() - start >= self.seconds:
+                return
+            yield i
 
 
 QUICK = Depth(
@@ -88,6 +107,7 @@ QUICK = Depth(
         Session(sampled=True, budgets=(0, 4), rounds=1, prompt=16, streak=2),
         Session(batch=4, budgets=(0, 4), rounds=1, prompt=8),
     ),
+    seconds=0.0,
 )
 FULL = Depth(
     rows=(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64),
@@ -96,23 +116,28 @@ FULL = Depth(
     context=4096,
     reading=(1, 3, 5, 9, 17),
     random=(
-        Session(budgets=(0, 1, 2, 3, 4, 6, 8, 12), rounds=1, prompt=16, streak=3),
-        Session(sampled=True, budgets=(0, 2, 4, 8), rounds=1, prompt=16, streak=3),
-        Session(batch=4, budgets=(0, 4), rounds=1, prompt=16, streak=3),
-        Session(batch=4, sampled=True, budgets=(0, 4), rounds=1, prompt=16, streak=3),
+        Session(budgets=(0, 1, 2, 3, 4, 6, 8, 12), rounds=1, prompt=16, streak=3, settle=SETTLE),
+        Session(sampled=True, budgets=(0, 2, 4, 8), rounds=1, prompt=16, streak=3, settle=SETTLE),
+        Session(batch=4, budgets=(0, 4), rounds=1, prompt=16, streak=3, settle=SETTLE),
+        Session(
+            batch=4, sampled=True, budgets=(0, 4), rounds=1, prompt=16, streak=3, settle=SETTLE
+        ),
     ),
     cycles=3,
     far=(
-        Session(budgets=(0,), rounds=1, prompt=16, streak=6),
-        Session(budgets=(0, 4, 8), rounds=2, prompt=1024, streak=3),
+        Session(budgets=(0,), rounds=1, prompt=16, streak=6, settle=SETTLE),
+        Session(budgets=(0, 4, 8), rounds=2, prompt=1024, streak=3, settle=SETTLE),
     ),
     sessions=(
-        Session(budgets=(0, 1, 2, 4, 8), rounds=3, prompt=64, streak=3),
-        Session(sampled=True, budgets=(0, 1, 4, 8), rounds=2, prompt=192, streak=3),
-        Session(batch=4, budgets=(0, 1, 4), rounds=2, prompt=32, streak=3),
-        Session(batch=4, sampled=True, budgets=(0, 4), rounds=1, prompt=32, streak=4),
-        Session(budgets=(0, 4), rounds=3, prompt=1024, streak=3),
+        Session(budgets=(0, 1, 2, 4, 8), rounds=3, prompt=64, streak=3, settle=SETTLE),
+        Session(sampled=True, budgets=(0, 1, 4, 8), rounds=2, prompt=192, streak=3, settle=SETTLE),
+        Session(batch=4, budgets=(0, 1, 4), rounds=2, prompt=32, streak=3, settle=SETTLE),
+        Session(
+            batch=4, sampled=True, budgets=(0, 4), rounds=1, prompt=32, streak=4, settle=SETTLE
+        ),
+        Session(budgets=(0, 4), rounds=3, prompt=1024, streak=3, settle=SETTLE),
     ),
+    seconds=8.0,
 )
 DEPTHS = {"quick": QUICK, "full": FULL}
 
@@ -149,10 +174,11 @@ def measure(
             engine = new_engine(model, drafter, config, sessions, vocab, clock)
             runs[label] = []
             warm_up(engine, vocab, rng)
-            for i, session in enumerate(sessions):
-                share = (done + i / len(sessions)) / len(drafters)
-                tick(0.5 + 0.5 * share, f"steps with {label}")
-                runs[label].append(run_session(engine, session, vocab, rng))
+            for turn in depth.repeat(1, clock):
+                for i, session in enumerate(sessions):
+                    share = (done + (turn + i / len(sessions)) / (turn + 1)) / len(drafters)
+                    tick(0.5 + 0.5 * share, f"steps with {label}")
+                    runs[label].append(run_session(engine, session, vocab, rng))
         tick(1.0, "done")
     random = at_one_speed(cycles)
     target, spread_target = fit_target(swept, random)
@@ -233,14 +259,14 @@ def _measure_target(
         seconds(n, short, n)
     ones: list[float] = []
     ratios: dict[int, list[float]] = {n: [] for n in (*rows, *chunks)}
-    for _ in range(depth.sweeps):
+    for _ in depth.repeat(depth.sweeps, clock):
         times = [(n, seconds(n, short, n)) for n in rng.permutation([*rows, 1, 1]).tolist()]
         unit = median(t for n, t in times if n == 1)
         ones.append(unit)
         for n, t in times:
             ratios[n].append(t / unit)
     for n in chunks:
-        for _ in range(2):
+        for _ in range(3):  # so that one may be disturbed
             ratios[n].append(seconds(n, short, 0) / seconds(1, short, 1))
     xs = sorted(ratios)
     ys = isotonic_regression([median(ratios[n]) for n in xs]).x * median(ones)
@@ -287,5 +313,10 @@ def _random_steps(
     near = chosen(depth.random, config, model)
     far = chosen(depth.far, config, model) if depth.far else []
     engine = new_engine(model, RandomDrafter(vocab, rng), config, [*near, *far], vocab, clock)
-    cycles = [near] * depth.cycles + ([far] if len(far) > 1 else [])
-    return [[run_session(engine, s, vocab, rng) for s in sessions] for sessions in cycles]
+    cycles = [
+        [run_session(engine, s, vocab, rng) for s in near]
+        for _ in depth.repeat(depth.cycles, clock)
+    ]
+    if len(far) > 1:
+        cycles.append([run_session(engine, s, vocab, rng) for s in far])
+    return cycles

@@ -100,13 +100,30 @@ def run_session(engine: Engine, session: Session, vocab: int, rng: np.random.Gen
         _step(engine, session, 0)
         steps = []
         for k in order:
-            taken = [_step(engine, session, k) for _ in range(session.streak)]
-            steps += taken[1:] or taken
+            steps += _streak(engine, session, k)
     finally:
         for i in ids:
             engine.forget(i)
     same = [s.t_q for s in steps if s.k == first.k]
     return Run(session, tuple(steps), max(read - median(same), 0.0))
+
+
+def _streak(engine: Engine, session: Session, k: int) -> list[Step]:
+    """The steps that count: half as long as the machine took to settle, and no fewer than asked
+    for."""
+    first: list[Step] = []
+    passed = 0.0
+    while not first or (passed < session.settle and len(first) < session.longest_streak // 2):
+        first.append(_step(engine, session, k))
+        passed += first[-1].seconds
+    counted: list[Step] = []
+    passed = 0.0
+    while len(first) + len(counted) < session.longest_streak and (
+        len(counted) < session.streak - 1 or passed < session.settle / 2
+    ):
+        counted.append(_step(engine, session, k))
+        passed += counted[-1].seconds
+    return counted or first
 
 
 def chosen(sessions: Seq[Session], config: EngineConfig, model: TargetModel) -> list[Session]:
@@ -127,6 +144,9 @@ def chosen(sessions: Seq[Session], config: EngineConfig, model: TargetModel) -> 
 def _sizes(session: Session) -> Iterator[Session]:
     """A session, and where it is a basic one, what will do in a small pool or context."""
     yield session
+    if session.settle:
+        session = replace(session, settle=0.0)
+        yield session
     if session.batch == 1 and session.prompt < LONG:
         yield replace(session, rounds=1, prompt=min(session.prompt, 8))
         yield replace(session, rounds=1, prompt=4, budgets=(0, 1))
@@ -136,7 +156,7 @@ def _longest(session: Session) -> int:
     """Tokens of a sequence at the end: two warm-up steps, all others, and room for one more,
     so that none ends before."""
     most = max(session.budgets)
-    steps = session.rounds * session.streak * sum(k + 1 for k in session.budgets)
+    steps = session.rounds * session.longest_streak * sum(k + 1 for k in session.budgets)
     return session.prompt + (most + 1) + 1 + steps + most + 2
 
 
