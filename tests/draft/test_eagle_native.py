@@ -169,7 +169,7 @@ def by_steps(runner: NativeEagle, cache: Rows, hidden: torch.Tensor, ask: Ask) -
         if tokens[-1] in ask.end_ids:
             break
         hidden = step(runner, cache, cache.rows + depth, tokens[-1], hidden)
-    return Grown(tokens, list(range(-1, len(tokens) - 1)), scores, True)
+    return Grown(hidden, tokens, list(range(-1, len(tokens) - 1)), scores, True)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -192,6 +192,40 @@ def test_a_chain_is_its_steps(kind: str, extra: dict[str, object], threads: int,
     )
     (stopped,) = runner.grow([ask], 1)
     assert stopped.tokens == want[0].tokens[: want[0].tokens.index(end) + 1]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_rows_come_with_the_draft(kind: str, threads: int, target) -> None:
+    """Fed in the same call, or before it: the same bits; beside a draft that brings none. Rows of
+    a whole prompt, and a few that come in pieces."""
+    head = head_of(target, kind)
+    runner = NativeEagle(head, target, Kernels(threads=threads))
+    want, asks = [], []
+    for n, new in ((LONG, LONG), (260, 5), (20, 0), (9, 2)):
+        whole, _ = filled(runner, head, n, n)
+        (grown,) = runner.grow([Ask(cache=whole, hidden_D=_output(runner, head, n), depth=4)], 3)
+        want.append((grown, _output(runner, head, n)))
+        cache, hidden = runner.new_cache(), None
+        if n > new:
+            at = n - new
+            part = [Part(cache, 0, at)]
+            hidden = runner.feed(part, tokens_of(n)[:at], taps_of(head, n, n)[:at], range(at))[0]
+            cache.rows = at
+        pieces = taps_of(head, n, n)[n - new :].split(2)
+        taps = [piece.split(96, dim=-1) for piece in pieces] if new else []
+        tokens = tokens_of(n)[n - new :]
+        asks.append(Ask(cache=cache, hidden_D=hidden, tokens=tokens, taps=taps, depth=4))
+    found = runner.grow(asks, 3)
+    assert [a.cache.rows for a in asks] == [LONG, 260, 20, 9]
+    for got, (grown, hidden_D) in zip(found, want, strict=True):
+        assert got == grown
+        assert same_bits(got.hidden_D, hidden_D)
+
+
+def _output(runner: EagleRunner, head: EagleHead, n: int) -> torch.Tensor:
+    """Of the last of n rows."""
+    return filled(runner, head, n, n)[1][0]
 
 
 PLAIN = (

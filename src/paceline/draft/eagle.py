@@ -40,6 +40,8 @@ from paceline.types import Sequence
 #: Features wait for the next proposal, so that rounds without one cost nothing; so many at
 #: most.
 MAX_PENDING = 1024
+#: Rows of a pass that are kept with those that wait, rather than copying these.
+KEPT = 8
 
 
 @dataclass
@@ -55,6 +57,10 @@ class _State:
     @property
     def known(self) -> int:
         return self.cache.rows + self.n_pending
+
+    def fed(self, last_D: torch.Tensor) -> None:
+        """Nothing waits any more; the layer's output of the last row."""
+        self.pending, self.n_pending, self.last_D = [], 0, last_D
 
 
 @dataclass
@@ -155,12 +161,11 @@ class EagleDrafter:
                 continue
             assert state.known == seq.computed, "a drafter missed a committed position"
             growing[seq.id] = _Growing(seq, state, budget, context_of(seq), [seq.tokens[-1]], {})
-        if growing:
-            self._catch_up([(g.seq, g.state) for g in growing.values()])
-            for g in growing.values():
-                assert g.state.last_D is not None
-                g.hidden[0] = g.state.last_D
         level, active = 0, self._grow_at_once(list(growing.values()))
+        self._catch_up([(g.seq, g.state) for g in active])
+        for g in active:
+            assert g.state.last_D is not None
+            g.hidden[0] = g.state.last_D
         while active:
             self._expand(active)
             level += 1
@@ -179,25 +184,29 @@ class EagleDrafter:
             (others if seen else plain).append(g)
         if not plain:
             return others
-        asks = [
-            Ask(
-                cache=g.state.cache,
-                hidden_D=g.hidden[0],
-                depth=self._depth(g),
-                heat=heat(g.seq.params),
-                end_ids=g.seq.end_ids,
-            )
-            for g in plain
-        ]
-        found = self._runner.grow(asks, self._width)
+        found = self._runner.grow([self._ask(g) for g in plain], self._width)
         if found is None:
             return growing
         for g, grown in zip(plain, found, strict=True):
+            g.state.fed(grown.hidden_D)
             g.tokens += grown.tokens[1:]
             g.parents, g.scores = grown.parents, grown.scores
             if not grown.healthy:
                 self._vocabulary.healthy(math.nan)
         return others
+
+    def _ask(self, g: _Growing) -> Ask:
+        """Its draft, behind the features that wait."""
+        at = g.state.cache.rows
+        return Ask(
+            cache=g.state.cache,
+            hidden_D=g.state.last_D,
+            tokens=g.seq.tokens[at + 1 : at + g.state.n_pending + 1],
+            taps=g.state.pending,
+            depth=self._depth(g),
+            heat=heat(g.seq.params),
+            end_ids=g.seq.end_ids,
+        )
 
     @property
     def _width(self) -> int:
@@ -233,7 +242,7 @@ class EagleDrafter:
         hidden_WD = self._runner.feed(parts, tokens, taps_NT, positions)
         for state, hidden_D in zip(fed, hidden_WD, strict=True):
             state.cache.rows += state.n_pending
-            state.pending, state.n_pending, state.last_D = [], 0, hidden_D
+            state.fed(hidden_D)
 
     def _expand(self, growing: Seq[_Growing]) -> None:
         """Children of every frontier node, from the layer's outputs there."""
@@ -312,7 +321,6 @@ class EagleDrafter:
     ) -> None:
         full = []
         taps = [output.taps[t] for t in self.taps]
-        n_rows = taps[0].shape[0]
         for seq, rows in zip(seqs, committed_rows(seqs, trees, output, verdicts), strict=True):
             if not rows or seq.params.k == 0:  # k = 0: it never proposes
                 continue
@@ -320,8 +328,7 @@ class EagleDrafter:
             if state is None:
                 state = self._states[seq.id] = _State(self._runner.new_cache())
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
-            # All rows of the pass (of one request's plain step): nothing to copy out of them.
-            state.pending.append(tuple(taps) if len(rows) == n_rows else _taken(taps, rows))
+            state.pending.append(_taken(taps, rows))
             state.n_pending += len(rows)
             if state.n_pending > MAX_PENDING:
                 full.append((seq, state))
@@ -336,9 +343,10 @@ class EagleDrafter:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
         cached = sum(s.cache.nbytes for s in self._states.values())
         features = sum(
-            s.n_pending * sum(t.element_size() * t.shape[1] for t in s.pending[0])
+            t.untyped_storage().nbytes()
             for s in self._states.values()
-            if s.pending
+            for piece in s.pending
+            for t in piece
         )
         return DrafterUsage(
             blocks_used=sum(rows), bytes_total=self._weight_bytes + cached + features
@@ -346,8 +354,9 @@ class EagleDrafter:
 
 
 def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> tuple[torch.Tensor, ...]:
-    """[n, D] of each tap: a copy of the rows."""
+    """[n, D] of each tap. What holds little else is no copy: the whole pass is kept alive."""
     if isinstance(rows, range):
-        return tuple(t[rows.start : rows.stop].clone() for t in taps)
+        parts = tuple(t[rows.start : rows.stop] for t in taps)
+        return parts if taps[0].shape[0] <= len(rows) + KEPT else tuple(t.clone() for t in parts)
     index = torch.tensor(rows, device=taps[0].device)
     return tuple(t.index_select(0, index) for t in taps)

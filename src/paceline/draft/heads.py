@@ -53,7 +53,10 @@ def committed_rows(
         root = starts[b + 1] - len(tree)
         pending = range(starts[b], root + 1)
         path = verdict.path if verdict is not None else ()
-        found.append([*pending, *(root + u for u in path)] if path else pending)
+        if path == tuple(range(1, len(path) + 1)):  # of a chain, or nothing
+            found.append(range(starts[b], root + 1 + len(path)))
+        else:
+            found.append([*pending, *(root + u for u in path)])
     return found
 
 

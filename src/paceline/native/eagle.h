@@ -115,7 +115,8 @@ class EagleLayer {
   // Calls are serialised by a lock. Keys and values of all rows go to their caches.
   void run(const EaglePass& pass);
   void logits(const float* hidden, int n, float* out);  // [n, D] -> [n, U]
-  void grow(std::vector<EagleDraft>& drafts, int width);
+  // After a pass over `first`, whose rows the caches count already (none: no pass).
+  void grow(const EaglePass& first, std::vector<EagleDraft>& drafts, int width);
 
  private:
   // Inputs of the matrices: of fc, qkv, o, gate_up, head.

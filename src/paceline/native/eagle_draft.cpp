@@ -84,7 +84,7 @@ bool EagleLayer::advance(std::vector<EagleDraft>& drafts, int width) {
   return !w.level.rows.empty();
 }
 
-void EagleLayer::grow(std::vector<EagleDraft>& drafts, int width) {
+void EagleLayer::grow(const EaglePass& first, std::vector<EagleDraft>& drafts, int width) {
   const std::lock_guard<std::mutex> only(mutex_);
   EagleWorkspace& w = *work_;
   const std::size_t U = size(weights.head.n_out), most = drafts.size() * size(width);
@@ -114,6 +114,7 @@ void EagleLayer::grow(std::vector<EagleDraft>& drafts, int width) {
   plan_head(std::move(scored), w.draft_logits.get());
   Pool& pool = Pool::instance();
   pool.run(n_threads_, [&](int thread, int) {
+    if (!first.rows.empty()) pass_through(first, thread);
     for (;;) {
       head(thread);
       pool.barrier();

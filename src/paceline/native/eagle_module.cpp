@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -131,29 +132,64 @@ class PyEagleLayer {
     layer_->logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data());
   }
 
-  std::vector<Grown> grow(const std::vector<EagleCache*>& caches, In2<float> hidden, const std::vector<int>& depths,
+  // Of draft i: count[i] rows to append, and where these are none the layer's output of the last
+  // committed one in hidden[i]; else that of the last row goes there.
+  std::vector<Grown> grow(const std::vector<EagleCache*>& caches, In1<std::int32_t> tokens, In2<float> features,
+                          const std::vector<int>& count, Out2<float> hidden, const std::vector<int>& depths,
                           const std::vector<float>& heats, std::vector<std::vector<std::int32_t>> end_ids, int width) {
-    const std::size_t n = caches.size(), D = static_cast<std::size_t>(layer_->config.hidden);
-    require(hidden.shape(0) == n && hidden.shape(1) == D && depths.size() == n && heats.size() == n &&
-                end_ids.size() == n && width > 0,
+    const EagleConfig& c = layer_->config;
+    const std::size_t n = caches.size(), D = static_cast<std::size_t>(c.hidden);
+    const std::size_t in = static_cast<std::size_t>(c.first ? c.hidden : c.fused);
+    require(count.size() == n && hidden.shape(0) == n && hidden.shape(1) == D && depths.size() == n &&
+                heats.size() == n && end_ids.size() == n && width > 0 && features.shape(0) == tokens.size() &&
+                features.shape(1) == in,
             "draft lists do not fit");
-    std::vector<EagleDraft> drafts(n);
+    std::size_t rows = 0;
     for (std::size_t i = 0; i < n; ++i) {
       check_cache(caches[i]);
-      require(depths[i] > 0 && heats[i] > 0, "depth and temperature must be positive");
-      drafts[i].cache = caches[i];
-      drafts[i].hidden = hidden.data() + i * D;
-      drafts[i].depth = depths[i];
-      drafts[i].heat = heats[i];
-      drafts[i].end_ids = std::move(end_ids[i]);
+      require(count[i] >= 0 && depths[i] > 0 && heats[i] > 0, "depth and temperature must be positive");
+      rows += static_cast<std::size_t>(count[i]);
+    }
+    require(rows == tokens.size(), "drafts do not bring as many rows as there are");
+    for (std::size_t i = 0; i < rows; ++i)
+      require(tokens.data()[i] >= 0 && tokens.data()[i] < vocabulary_, "a token is out of range");
+    EaglePass first;
+    first.fuse = !c.first;
+    std::vector<EagleDraft> drafts(n);
+    for (std::size_t i = 0; i < n; ++i) {
+      EagleDraft& d = drafts[i];
+      d.cache = caches[i];
+      d.hidden = hidden.data() + i * D;
+      d.depth = depths[i];
+      d.heat = heats[i];
+      d.end_ids = std::move(end_ids[i]);
+      for (int r = 0; r < count[i]; ++r) {
+        const std::size_t row = first.rows.size();
+        const int slot = d.cache->rows + r;
+        first.rows.push_back({d.cache, slot, slot, tokens.data()[row], features.data() + row * in});
+      }
+      if (count[i] > 0) first.wanted.push_back({static_cast<int>(first.rows.size()) - 1, d.cache->rows + count[i], {}});
+    }
+    std::vector<float> outputs(first.wanted.size() * D);
+    first.out = outputs.data();
+    float* from = first.out;
+    for (std::size_t i = 0; i < n; ++i) {
+      if (count[i] == 0) continue;
+      drafts[i].hidden = from;
+      from += D;
+      drafts[i].cache->reserve(drafts[i].cache->rows + count[i]);
+      drafts[i].cache->rows += count[i];
     }
     {
       nb::gil_scoped_release release;
-      layer_->grow(drafts, width);
+      layer_->grow(first, drafts, width);
     }
     std::vector<Grown> grown;
-    for (EagleDraft& d : drafts)
+    for (std::size_t i = 0; i < n; ++i) {
+      EagleDraft& d = drafts[i];
+      if (count[i] > 0) std::copy_n(d.hidden, D, hidden.data() + i * D);
       grown.emplace_back(std::move(d.tokens), std::move(d.parents), std::move(d.scores), d.healthy);
+    }
     return grown;
   }
 
@@ -223,8 +259,8 @@ void bind_eagle(nb::module_& m) {
            nb::arg("wanted"), nb::arg("above"), nb::arg("tokens"), nb::arg("positions"), nb::arg("features"),
            nb::arg("fuse"), nb::arg("out"))
       .def("logits", &PyEagleLayer::logits)
-      .def("grow", &PyEagleLayer::grow, nb::kw_only(), nb::arg("caches"), nb::arg("hidden"), nb::arg("depths"),
-           nb::arg("heats"), nb::arg("end_ids"), nb::arg("width"));
+      .def("grow", &PyEagleLayer::grow, nb::kw_only(), nb::arg("caches"), nb::arg("tokens"), nb::arg("features"),
+           nb::arg("count"), nb::arg("hidden"), nb::arg("depths"), nb::arg("heats"), nb::arg("end_ids"), nb::arg("width"));
 }
 
 }  // namespace paceline

@@ -43,6 +43,7 @@ class NativeEagle:
         core, c = native_core(), head.config
         layer, attention, mlp = head.midlayer, head.midlayer.self_attn, head.midlayer.mlp
         self.config = c
+        self._taps_width = c.hidden * len(c.taps)
         self.target_ids = head.target_ids.cpu()
         body = {
             "fc": [head.fc.weight],
@@ -111,17 +112,24 @@ class NativeEagle:
     def grow(self, asks: Seq[Ask], width: int) -> list[Grown]:
         """Drafts for all that ask: of each level the best `width` nodes propose their best
         `width` children (EAGLE-2, Li et al. 2024, section 4); a chain where width is 1."""
-        hidden = [a.hidden_D for a in asks]
-        hidden_BD = hidden[0].unsqueeze(0) if len(hidden) == 1 else torch.stack(hidden)
+        hidden_BD = np.empty((len(asks), self.config.hidden), np.float32)
+        for out_D, ask in zip(hidden_BD, asks, strict=True):
+            if not ask.tokens:
+                assert ask.hidden_D is not None
+                out_D[:] = ask.hidden_D.numpy()
         found = self._layer.grow(
             caches=[a.cache for a in asks],
-            hidden=_floats(hidden_BD),
+            tokens=np.array([t for a in asks for t in a.tokens], np.int32),
+            features=_joined([piece for a in asks for piece in a.taps], self._taps_width),
+            count=[len(a.tokens) for a in asks],
+            hidden=hidden_BD,
             depths=[a.depth for a in asks],
             heats=[a.heat for a in asks],
             end_ids=[list(a.end_ids) for a in asks],
             width=width,
         )
-        return [Grown(*parts) for parts in found]
+        rows = torch.from_numpy(hidden_BD)
+        return [Grown(hidden_D, *parts) for hidden_D, parts in zip(rows, found, strict=True)]
 
     def _pass(
         self,
@@ -146,6 +154,20 @@ class NativeEagle:
             out=out_WD,
         )
         return torch.from_numpy(out_WD)
+
+
+def _joined(pieces: Seq[tuple[torch.Tensor, ...]], width: int) -> np.ndarray:
+    """The taps of consecutive rows side by side, [N, width]."""
+    rows_NT = np.empty((sum(len(p[0]) for p in pieces), width), np.float32)
+    at = 0
+    for piece in pieces:
+        n, left = len(piece[0]), 0
+        for tap_ND in piece:
+            right = left + tap_ND.shape[1]
+            rows_NT[at : at + n, left:right] = tap_ND.numpy()
+            left = right
+        at += n
+    return rows_NT
 
 
 def _floats(x: torch.Tensor) -> np.ndarray:

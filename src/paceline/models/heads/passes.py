@@ -6,7 +6,7 @@ Legend: N rows of a pass, W of them wanted, D hidden, U draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -42,12 +42,16 @@ class Part:
 class Ask:
     """A draft to grow behind the committed rows of `cache`.
 
-    hidden_D: the layer's output of the last of them. depth: levels, 1 or more. heat: the
-    temperature of the log-probabilities. end_ids: nothing is drafted behind these.
+    tokens, taps: those of rows to append first, as `feed` takes them, each tap in pieces of
+    consecutive rows; none: hidden_D is the layer's output of the last committed row. depth:
+    levels, 1 or more. heat: the temperature of the log-probabilities. end_ids: nothing is
+    drafted behind these.
     """
 
     cache: Rows
-    hidden_D: torch.Tensor
+    hidden_D: torch.Tensor | None = None
+    tokens: Seq[int] = ()
+    taps: Seq[tuple[torch.Tensor, ...]] = ()
     depth: int
     heat: float = 1.0
     end_ids: frozenset[int] = frozenset()
@@ -56,9 +60,10 @@ class Ask:
 @dataclass(frozen=True)
 class Grown:
     """A draft's nodes, parents first; node 0 is the root, whose token the caller knows (here
-    -1). scores: log-probabilities of the paths. healthy: False where the head gave NaN or
-    infinite logits; nothing follows there."""
+    -1). hidden_D: the layer's output of the last committed row. scores: log-probabilities of the
+    paths. healthy: False where the head gave NaN or infinite logits; nothing follows there."""
 
+    hidden_D: torch.Tensor = field(compare=False)
     tokens: list[int]
     parents: list[int]
     scores: list[float]
@@ -92,7 +97,8 @@ class EagleRunner(Protocol):
         ...
 
     def grow(self, asks: Seq[Ask], width: int) -> list[Grown] | None:
-        """Whole drafts in one call: every ask's chain (width 1), or a tree whose best `width`
-        open nodes of each level propose `width` children. None where the runner has no such
-        call: then `run` and `logits`, level by level, give the same."""
+        """Whole drafts in one call: the rows that an ask brings, then its chain (width 1), or a
+        tree whose best `width` open nodes of each level propose `width` children. The caches'
+        `rows` count what was appended. None where the runner has no such call, and nothing is
+        done: `feed`, `run` and `logits`, level by level, give the same."""
         ...
