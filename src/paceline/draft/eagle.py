@@ -342,19 +342,18 @@ class EagleDrafter:
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
         cached = sum(s.cache.nbytes for s in self._states.values())
-        features = sum(
-            t.untyped_storage().nbytes()
-            for s in self._states.values()
-            for piece in s.pending
-            for t in piece
-        )
+        waiting = [t for s in self._states.values() for piece in s.pending for t in piece]
+        storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, waiting)}
         return DrafterUsage(
-            blocks_used=sum(rows), bytes_total=self._weight_bytes + cached + features
+            blocks_used=sum(rows),
+            bytes_total=self._weight_bytes + cached + sum(storages.values()),
         )
 
 
 def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> tuple[torch.Tensor, ...]:
     """[n, D] of each tap. What holds little else is no copy: the whole pass is kept alive."""
+    if len(rows) == taps[0].shape[0]:
+        return tuple(taps)
     if isinstance(rows, range):
         parts = tuple(t[rows.start : rows.stop] for t in taps)
         return parts if taps[0].shape[0] <= len(rows) + KEPT else tuple(t.clone() for t in parts)

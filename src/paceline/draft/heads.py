@@ -51,12 +51,11 @@ def committed_rows(
             found.append(range(0))
             continue
         root = starts[b + 1] - len(tree)
-        pending = range(starts[b], root + 1)
         path = verdict.path if verdict is not None else ()
-        if path == tuple(range(1, len(path) + 1)):  # of a chain, or nothing
+        if not path or path == tuple(range(1, len(path) + 1)):  # nothing, or a chain's
             found.append(range(starts[b], root + 1 + len(path)))
         else:
-            found.append([*pending, *(root + u for u in path)])
+            found.append([*range(starts[b], root + 1), *(root + u for u in path)])
     return found
 
 

@@ -45,7 +45,7 @@ CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 #: no larger share of what is left of the request.
 TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
 #: Plain steps that are all measured; of later ones, every so many.
-MEASURED, SAMPLED = 32, 4
+MEASURED, SAMPLED = 32, 8
 
 
 class AdaptivePolicy:
@@ -89,10 +89,38 @@ class AdaptivePolicy:
     def budgets(self, seqs: Seq[Sequence]) -> list[int]:
         start = self._clock()
         self._probing, self._kept = None, False
-        plan = self._decide(seqs)
+        rested = self._rested if self._rests(seqs) else None
+        plan = rested or self._decide(seqs)
         self._plan = plan
         self._thinking = self._clock() - start
         return [plan.choices[s.id].budget for s in seqs]
+
+    def _rests(self, seqs: Seq[Sequence]) -> bool:
+        """Whether a plain decision still holds, at the least expense: these are most rounds of a
+        text on which nothing pays."""
+        course, plan = self._course, self._rested
+        if plan is None or plan is not self._settled or course.rounds <= 0:
+            return False
+        if len(seqs) != len(plan.choices):
+            return False
+        if any(s.pending != 1 or s.id not in plan.choices for s in seqs):
+            return False
+        if not self._passes(course):
+            return False
+        course.rounds -= 1
+        for s in seqs:
+            self._lengths.note(s.id, s.n_output)
+        return True
+
+    def _passes(self, course: Course) -> bool:
+        """Count a round for the drafters that it passes over; False, and the course ends, where
+        one of them is due for a probe."""
+        probes = [self._probe(name) for name in course.passed]
+        for probe in probes:
+            probe.refused()
+        if any(probe.due for probe in probes):
+            course.end()
+        return course.rounds > 0
 
     def limit(self, most: int) -> None:
         """Change the largest budget."""
@@ -117,15 +145,14 @@ class AdaptivePolicy:
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
         if self._since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
             return base
-        # A blind drafter need not be asked for what it said when a plain course began.
-        if base is self._rested and self._held(seqs, base, {}):
-            return base
         arms = {s.id: self._arms(s) for s in free}
         held = self._held(seqs, base, arms)
         if held or not any(arms.values()):
             return held or base
         on_trial = {a.drafter for m in arms.values() for a in m if self._on_trial(a.drafter)}
         if not on_trial and not self._purse.solvent(self._course.plain):
+            self._rested = self._settled  # there is nothing to decide before
+            self._course.rest(base, self._purse.wait(self._course.plain))
             return base
         start = self._clock()
         base = self._choices.plan(seqs, choices)
@@ -156,13 +183,7 @@ class AdaptivePolicy:
     def _held(self, seqs: Seq[Sequence], base: Plan, arms: dict[int, list[Arm]]) -> Plan | None:
         """The last decision once more; None where a new one is due."""
         course = self._course
-        if not course.rounds:
-            return None
-        for name in course.passed:
-            self._probe(name).refused()
-        if any(self._probe(name).due for name in course.passed):
-            course.end()
-        if not course.rounds or not course.goes_on(arms):
+        if not course.rounds or not self._passes(course) or not course.goes_on(arms):
             return None
         assert course.plan is not None
         if not course.plan.work.extra:
@@ -276,8 +297,22 @@ class AdaptivePolicy:
 
     def observe(self, done: Round) -> None:
         start = self._clock()
-        self._observe(done)
+        plain = self._plan is not None and self._plan is self._settled and not done.reads
+        if plain and self.costs.plain_steps > MEASURED and self._plain_rounds % SAMPLED:
+            # Of many plain steps each tells little: measuring costs time, too.
+            self._since_plain = 0
+            self._plain_rounds += 1
+            self._histogram[0] += len(done.parts)
+            self._record_plain(done)
+        else:
+            self._observe(done)
         self._learning = self._clock() - start
+
+    def _record_plain(self, done: Round) -> None:
+        """A plain step: it took what a plain step takes, and what deciding took. Keeping drafter and
+        policy informed is not charged: it is done whatever is decided, and where it takes more than
+        eps there would be no room ever again."""
+        self.ledger.record(done.seconds, done.seconds - self._thinking)
 
     def _observe(self, done: Round) -> None:
         plan = self._plan
@@ -290,15 +325,6 @@ class AdaptivePolicy:
         if done.reads or not parts:
             if ours:
                 self.ledger.record(done.seconds, done.seconds)
-            return
-        plain = not any(p.drafted for p in parts)
-        if plain and self.costs.plain_steps > MEASURED and self._plain_rounds % SAMPLED:
-            # Of many plain steps each tells little: measuring costs time, too.
-            self._since_plain = 0
-            self._plain_rounds += 1
-            self._histogram[0] += len(parts)
-            if ours:
-                self.ledger.record(done.seconds, done.seconds - self._thinking)
             return
         self._count(parts, plan)
         if self._kept and all(p.drafted == plan.choices[p.seq_id].budget for p in parts):
@@ -334,10 +360,7 @@ class AdaptivePolicy:
         forced = work.extra - drafted
         asked = any(p.budget for p in free)
         if not asked:
-            # A plain step: it took what a plain step takes, and what deciding took. Keeping the
-            # drafter informed is no choice of this policy's: were it charged, a drafter whose
-            # keeping takes more than eps would leave no room ever again.
-            self.ledger.record(done.seconds, done.seconds - self._thinking)
+            self._record_plain(done)
         else:
             expected = self.costs.of(work)
             seconds = min(done.seconds, TRIM * expected) + self._learning

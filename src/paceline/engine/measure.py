@@ -65,8 +65,8 @@ class Depth:
     cache, at `reading` rows. random: engine steps with random drafts, `cycles` times; far: the
     same once, with long prompts. sessions: engine steps with each drafter. Single and batched
     ones of both modes among `random` tell a step's host cost from a sequence's. seconds: over
-    which sweeps, cycles and each drafter's sessions are spread by more of them, up to MOST
-    times as many."""
+    which sweeps, cycles and the drafters' sessions are spread by more of them, up to MOST times
+    as many."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -79,11 +79,11 @@ class Depth:
     sessions: tuple[Session, ...]
     seconds: float
 
-    def repeat(self, times: int, clock: Clock) -> Iterator[int]:
-        """As often as wanted, and longer where that was over soon."""
+    def repeat(self, times: int, clock: Clock, share: float = 1.0) -> Iterator[int]:
+        """As often as wanted, and more often where that took less than the share of `seconds`."""
         start = clock()
         for i in range(MOST * times):
-            if i >= times and clock() - start >= self.seconds:
+            if i >= times and clock() - start >= share * self.seconds:
                 return
             yield i
 
@@ -174,7 +174,7 @@ def measure(
             engine = new_engine(model, drafter, config, sessions, vocab, clock)
             runs[label] = []
             warm_up(engine, vocab, rng)
-            for turn in depth.repeat(1, clock):
+            for turn in depth.repeat(1, clock, 1 / len(drafters)):
                 for i, session in enumerate(sessions):
                     share = (done + (turn + i / len(sessions)) / (turn + 1)) / len(drafters)
                     tick(0.5 + 0.5 * share, f"steps with {label}")

@@ -271,12 +271,12 @@ class NativeModel:
             )
         n = batch.n_rows
         logits = torch.empty((len(batch.wanted_R), self._n_logits), dtype=torch.float32)
-        tapped = {i: torch.empty((n, c.hidden_size), dtype=torch.float32) for i in taps}
-        bad = [i for i in tapped if i != FINAL and not 0 <= i <= c.n_layers]
+        bad = [i for i in taps if i != FINAL and not 0 <= i <= c.n_layers]
         if bad:
             raise ValueError(f"tap {bad[0]} is not a layer of {c.n_layers}")
-        inner = [i for i in tapped if i != FINAL]
-        final = tapped.get(FINAL)
+        tapped_TND = torch.empty((len(taps), n, c.hidden_size), dtype=torch.float32)
+        arrays = dict(zip(taps, tapped_TND.numpy(), strict=True))
+        final = arrays.pop(FINAL, None)
         run_attention, run_mlp = self._masks(layer_mask)
         if n:
             self._model.forward(
@@ -291,9 +291,9 @@ class NativeModel:
                 wanted=batch.wanted_R,
                 kv=kv.flat,
                 logits=logits.numpy(),
-                tap_layers=inner,
-                taps=[tapped[i].numpy() for i in inner],
-                final_tap=None if final is None else final.numpy(),
+                tap_layers=list(arrays),
+                taps=list(arrays.values()),
+                final_tap=final,
                 run_attention=run_attention,
                 run_mlp=run_mlp,
             )
@@ -301,6 +301,7 @@ class NativeModel:
             full = torch.full((len(logits), c.vocab_size), -torch.inf)
             full[:, torch.from_numpy(self.head_ids).long()] = logits
             logits = full
+        tapped = dict(zip(taps, tapped_TND, strict=True))
         return TargetOutput(logits_RV=logits, taps=tapped, starts_B1=batch.starts_B1)
 
     def _masks(
