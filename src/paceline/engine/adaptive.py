@@ -309,9 +309,9 @@ class AdaptivePolicy:
         self._learning = self._clock() - start
 
     def _record_plain(self, done: Round) -> None:
-        """A plain step: it took what a plain step takes, and what deciding took. Keeping drafter and
-        policy informed is not charged: it is done whatever is decided, and where it takes more than
-        eps there would be no room ever again."""
+        """A plain step: it took what a plain step takes, and what deciding took. Keeping drafter
+        and policy informed is not charged: it is done whatever is decided, and where it takes more
+        than eps there would be no room ever again."""
         self.ledger.record(done.seconds, done.seconds - self._thinking)
 
     def _observe(self, done: Round) -> None:
