@@ -199,27 +199,6 @@ def test_deciding_does_not_eat_the_room_to_act(monkeypatch) -> None:
     assert copied < plain / 1.5
 
 
-def test_nothing_is_weighed_without_room() -> None:
-    """The ledger says for how many plain rounds there will be none: until then nobody is asked
-    what could be drafted."""
-    asked = []
-
-    class Asked(SimDrafter):
-        def arms(self, seq):
-            asked.append(seq.id)
-            return super().arms(seq)
-
-    true, drafter = profile(), Asked(["ngram"])
-    policy = AdaptivePolicy(true, drafter, clock=clock)
-    run = Simulation(true, drafter, lambda i, t, d: 0.0, policy, np.random.default_rng(0))
-    run.run([(0.0, 20, 100)], 1)
-    assert len(asked) > 50
-    asked.clear()
-    policy.ledger.record(1e3, 0.0)
-    run.run([(0.0, 20, 400)], 1)
-    assert 0 < len(asked) < 20
-
-
 def test_a_choice_is_kept_where_making_it_takes_time(monkeypatch) -> None:
     """All rounds that drafted were decided on, or one in four or so (their passes are long)."""
     asked = []

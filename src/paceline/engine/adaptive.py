@@ -151,8 +151,6 @@ class AdaptivePolicy:
             return held or base
         on_trial = {a.drafter for m in arms.values() for a in m if self._on_trial(a.drafter)}
         if not on_trial and not self._purse.solvent(self._course.plain):
-            self._rested = self._settled  # there is nothing to decide before
-            self._course.rest(base, self._purse.wait(self._course.plain))
             return base
         start = self._clock()
         base = self._choices.plan(seqs, choices)

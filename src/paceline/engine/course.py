@@ -50,11 +50,6 @@ class Course:
         self.plan, self.passed, self.gained = plan, tuple(passed), 0.0
         self._sights = {i: _sights(many) for i, many in arms.items()}
 
-    def rest(self, plan: Plan, rounds: int) -> None:
-        """Plain rounds, so many, whatever anybody sees."""
-        self.rounds, self.plan, self.passed = min(rounds, LONGEST_REST), plan, ()
-        self.gained, self._sights = 0.0, {}
-
     def end(self) -> None:
         self.rounds = 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from paceline.engine.ledger import Ledger
@@ -22,7 +21,7 @@ class AdaptiveConfig:
     losses)."""
 
     most: int = 8
-    eps: float = 0.015
+    eps: float = 0.02
     start: float = 2.0
     trial: float = 24.0
     credit: float = 256.0
@@ -31,7 +30,7 @@ class AdaptiveConfig:
         if not 0 <= self.most <= 64:
             raise UserError(f"k = {self.most} is out of range: use 0 to 64")
         if not 0.0 < self.eps <= 1.0:
-            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.015")
+            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.02")
         for name in ("start", "trial", "credit"):
             if getattr(self, name) < 0.0:
                 raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")
@@ -54,11 +53,6 @@ class Purse:
         """Whether there may be room for anything. Where there is none, deciding would only cost
         what could become room."""
         return self.ledger.room() >= LEAST_ROOM * plain
-
-    def wait(self, plain: float) -> int:
-        """Plain steps until there is such room."""
-        missing = LEAST_ROOM * plain - self.ledger.room()
-        return max(math.ceil(missing / (self._config.eps * plain)), 1) if plain > 0.0 else 1
 
     def permits(self, seconds: float, plain: float) -> bool:
         """Whether there is room for a round of so many seconds, where a plain step takes
