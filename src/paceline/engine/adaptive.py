@@ -17,7 +17,6 @@ that a round is exact for whatever budget it got (docs/guarantees.md, "Budgets")
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -28,10 +27,11 @@ from paceline.draft.coupling import unsteady
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.costs import Costs, Work
 from paceline.engine.course import Course
-from paceline.engine.explore import Lengths, Probe, Rates
+from paceline.engine.explore import Lengths, Probes, Rates
 from paceline.engine.plan import Choice, Choices, Plan, work_of
 from paceline.engine.policy import Part, Round
 from paceline.engine.purse import AdaptiveConfig, Purse
+from paceline.engine.tally import Tally
 from paceline.types import Sequence
 
 #: Budget of requests whose text must not depend on times (`draft.coupling.unsteady`).
@@ -69,7 +69,7 @@ class AdaptivePolicy:
         self._lengths = Lengths()
         self._rates = Rates()
         self._choices = Choices(self.costs, self.acceptance, self._lengths)
-        self._probes: dict[str, Probe] = {}
+        self._probes = Probes()
         self._probing: tuple[int, str] | None = None
         self._plan: Plan | None = None
         self._settled: Plan | None = None
@@ -77,50 +77,30 @@ class AdaptivePolicy:
         self._learning = 0.0  # what looking at the last round took
         self._course = Course()
         self._kept = False  # whether this round goes on with a choice to draft
-        self._rested: Plan | None = None
-        self._since_plain = 0
-        self._plain_rounds = 0
-        self._rounds: Counter[str] = Counter()
-        self._histogram: Counter[int] = Counter()
-        self._n_probes = 0
+        self._tally = Tally()
 
     # -- deciding ---------------------------------------------------------------------------
 
     def budgets(self, seqs: Seq[Sequence]) -> list[int]:
         start = self._clock()
         self._probing, self._kept = None, False
-        rested = self._rested if self._rests(seqs) else None
-        plan = rested or self._decide(seqs)
-        self._plan = plan
+        self._plan = plan = self._rest(seqs) or self._decide(seqs)
         self._thinking = self._clock() - start
         return [plan.choices[s.id].budget for s in seqs]
 
-    def _rests(self, seqs: Seq[Sequence]) -> bool:
-        """Whether a plain decision still holds, at the least expense: these are most rounds of a
-        text on which nothing pays."""
-        course, plan = self._course, self._rested
-        if plan is None or plan is not self._settled or course.rounds <= 0:
-            return False
-        if len(seqs) != len(plan.choices):
-            return False
-        if any(s.pending != 1 or s.id not in plan.choices for s in seqs):
-            return False
-        if not self._passes(course):
-            return False
-        course.rounds -= 1
+    def _rest(self, seqs: Seq[Sequence]) -> Plan | None:
+        """A plain decision that still holds for the same sequences, at the least expense: these
+        are most rounds of a text on which nothing pays."""
+        course = self._course
+        if not course.blind or course.plan is None:
+            return None
+        if list(course.plan.choices) != [s.id for s in seqs]:
+            return None
+        if any(s.pending > 1 for s in seqs):
+            return None
         for s in seqs:
             self._lengths.note(s.id, s.n_output)
-        return True
-
-    def _passes(self, course: Course) -> bool:
-        """Count a round for the drafters that it passes over; False, and the course ends, where
-        one of them is due for a probe."""
-        probes = [self._probe(name) for name in course.passed]
-        for probe in probes:
-            probe.refused()
-        if any(probe.due for probe in probes):
-            course.end()
-        return course.rounds > 0
+        return self._held(seqs, self._plain(seqs), {})
 
     def limit(self, most: int) -> None:
         """Change the largest budget."""
@@ -143,7 +123,7 @@ class AdaptivePolicy:
         if reading or not free or self.costs.plain_steps < CALIBRATION:
             return base
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
-        if self._since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
+        if self._tally.since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
             return base
         arms = {s.id: self._arms(s) for s in free}
         held = self._held(seqs, base, arms)
@@ -168,20 +148,20 @@ class AdaptivePolicy:
         drafting = [c.arm for c in plan.choices.values() if c.free and c.arm and c.budget]
         used = {arm.drafter for arm in drafting}
         names = {a.drafter for many in arms.values() for a in many}
-        self._rested = None
         if plan.work.extra:
             # Not a probe, a trial, or the reading of a prompt: these are done once.
             reading = any(arm.lag > self.config.most + 1 for arm in drafting)
             if self._probing or reading or used & on_trial or not whole:
                 return
-        elif whole and blind(self._drafter):
-            self._rested = self._settled
-        self._course.hold(plan, arms, sorted(names - used - on_trial))
+        passed = sorted(names - used - on_trial)
+        self._course.hold(plan, arms, passed, blind=whole and blind(self._drafter))
 
     def _held(self, seqs: Seq[Sequence], base: Plan, arms: dict[int, list[Arm]]) -> Plan | None:
         """The last decision once more; None where a new one is due."""
         course = self._course
-        if not course.rounds or not self._passes(course) or not course.goes_on(arms):
+        if course.rounds and self._probes.pass_over(course.passed):
+            course.end()
+        if not course.rounds or not course.goes_on(arms):
             return None
         assert course.plan is not None
         if not course.plan.work.extra:
@@ -233,7 +213,7 @@ class AdaptivePolicy:
             who = [s for s in free if plan.choices[s.id].arm]
             if self._permitted(plan, base, who):
                 for name in {c.arm.drafter for c in plan.choices.values() if c.free and c.arm}:
-                    self._probe(name).adopted()
+                    self._probes.of(name).adopted()
                 return plan
         return base
 
@@ -249,12 +229,9 @@ class AdaptivePolicy:
         return self._purse.admits(new, plan.seconds, base.seconds)
 
     def _on_trial(self, drafter: str) -> bool:
-        return self._rounds[drafter] < TRIAL_ROUNDS
+        return self._tally.rounds[drafter] < TRIAL_ROUNDS
 
     # -- exploring --------------------------------------------------------------------------
-
-    def _probe(self, drafter: str) -> Probe:
-        return self._probes.setdefault(drafter, Probe())
 
     def _with_probe(
         self,
@@ -274,10 +251,9 @@ class AdaptivePolicy:
             for a in arms[s.id]
             if a.drafter not in used
         }
-        for name in passed:
-            self._probe(name).refused()
+        self._probes.pass_over(passed)
         for name, (seq, arm) in passed.items():
-            probe = self._probe(name)
+            probe = self._probes.of(name)
             if not probe.due and not self._on_trial(name):
                 continue
             k = min(probe.size, arm.most)
@@ -286,7 +262,7 @@ class AdaptivePolicy:
             plan = replace(plan, catching_up=self.costs.catching_up(name, arm.lag))
             if self._permitted(plan, base, [seq]):
                 self._probing = (seq.id, name)
-                self._n_probes += 1
+                self._tally.probes += 1
                 return plan
             probe.postponed()
         return chosen
@@ -296,11 +272,9 @@ class AdaptivePolicy:
     def observe(self, done: Round) -> None:
         start = self._clock()
         plain = self._plan is not None and self._plan is self._settled and not done.reads
-        if plain and self.costs.plain_steps > MEASURED and self._plain_rounds % SAMPLED:
+        if plain and self.costs.plain_steps > MEASURED and self._tally.plain % SAMPLED:
             # Of many plain steps each tells little: measuring costs time, too.
-            self._since_plain = 0
-            self._plain_rounds += 1
-            self._histogram[0] += len(done.parts)
+            self._tally.add([0] * len(done.parts), set())
             self._record_plain(done)
         else:
             self._observe(done)
@@ -324,7 +298,7 @@ class AdaptivePolicy:
             if ours:
                 self.ledger.record(done.seconds, done.seconds)
             return
-        self._count(parts, plan)
+        self._tally.add([p.drafted for p in parts], _drafters(parts, plan))
         if self._kept and all(p.drafted == plan.choices[p.seq_id].budget for p in parts):
             # As it was chosen: what it costs was looked at then, and will be soon again.
             share, emitted = self._course.plain / len(parts), sum(p.emitted for p in parts)
@@ -372,17 +346,6 @@ class AdaptivePolicy:
         if not forced:
             self._rates.add(len(parts), sum(p.emitted for p in parts), share, done.seconds)
 
-    def _count(self, parts: Seq[Part], plan: Plan) -> None:
-        drafters = set()
-        for p in parts:
-            arm = plan.choices[p.seq_id].arm
-            self._histogram[p.drafted] += 1
-            if arm is not None and p.drafted:
-                drafters.add(arm.drafter)
-        self._rounds.update(drafters)
-        self._plain_rounds += not drafters
-        self._since_plain = self._since_plain + 1 if drafters else 0
-
     def _judge_probe(self, parts: Seq[Part], plan: Plan, work: Work) -> None:
         """Whether a probe's tokens were worth what it took, catching up aside."""
         if self._probing is None:
@@ -400,7 +363,7 @@ class AdaptivePolicy:
         before, plain = self.costs.of(without), self.costs.plain(work.contexts, work.mode)
         cost = self.costs.of(work) - before
         lasting = self.costs.of(replace(work, lags=(1,) * len(parts))) - before
-        self._probe(name).done(part.accepted * plain / len(parts) > lasting, cost / plain)
+        self._probes.of(name).done(part.accepted * plain / len(parts) > lasting, cost / plain)
 
     def forget(self, seq_id: int) -> None:
         self.acceptance.forget(seq_id)
@@ -411,12 +374,15 @@ class AdaptivePolicy:
         return {
             "policy": "adaptive",
             "k": self.config.most,
-            "plain_rounds": self._plain_rounds,
-            "rounds_by_drafter": dict(sorted(self._rounds.items())),
-            "drafted_histogram": {str(k): n for k, n in sorted(self._histogram.items())},
-            "probes": self._n_probes,
+            **self._tally.as_dict(),
             "acceptance": self.acceptance.summary(),
             "ledger_debt_s": round(ledger.debt, 6),
             "ledger_bound_s": round(ledger.bound, 6),
             "ledger_plain_s": round(ledger.plain, 6),
         }
+
+
+def _drafters(parts: Seq[Part], plan: Plan) -> set[str]:
+    """Who really proposed something."""
+    arms = [plan.choices[p.seq_id].arm for p in parts if p.drafted]
+    return {arm.drafter for arm in arms if arm is not None}

@@ -26,7 +26,8 @@ class Course:
     unless somebody sees more or less, or it has lost a plain step.
 
     rounds: still to come. plan: what was decided. plain: seconds of a plain step then. gained:
-    seconds since then. passed: drafters that were not asked and count towards a probe.
+    seconds since then. passed: drafters that were not asked and count towards a probe. blind: a
+    plain decision that goes on without asking what anybody sees.
     """
 
     rounds: int = 0
@@ -34,6 +35,7 @@ class Course:
     plain: float = 0.0
     gained: float = 0.0
     passed: tuple[str, ...] = ()
+    blind: bool = False
     _took: float = 0.0
     _sights: dict[int, dict[str, int]] = field(default_factory=dict)
 
@@ -42,12 +44,16 @@ class Course:
         self._took += 0.1 * (took - self._took) if self._took else took
         self.rounds, self.plain = 0, plain
 
-    def hold(self, plan: Plan, arms: Mapping[int, Seq[Arm]], passed: Seq[str]) -> None:
-        """Let it hold: the round that was decided is the first of its rounds."""
+    def hold(
+        self, plan: Plan, arms: Mapping[int, Seq[Arm]], passed: Seq[str], *, blind: bool = False
+    ) -> None:
+        """Let it hold: the round that was decided is the first of its rounds. blind: all drafters
+        are, and what they see does not change."""
         longest = LONGEST_COURSE if plan.work.extra else LONGEST_REST
         rounds = min(longest, math.ceil(self._took / (THINKING * plan.seconds)))
         self.rounds = max(rounds - 1, 0)
         self.plan, self.passed, self.gained = plan, tuple(passed), 0.0
+        self.blind = blind and not plan.work.extra
         self._sights = {i: _sights(many) for i, many in arms.items()}
 
     def end(self) -> None:

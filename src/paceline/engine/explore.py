@@ -3,6 +3,7 @@ and how long a request will probably go on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paceline.engine.costs import size_class
@@ -55,6 +56,23 @@ class Probe:
     def adopted(self) -> None:
         """The drafter pays by its estimates, so it is no longer probed."""
         self.interval, self.wait, self.streak = FIRST_WAIT, FIRST_WAIT, 0
+
+
+@dataclass
+class Probes:
+    """By drafter."""
+
+    _known: dict[str, Probe] = field(default_factory=dict)
+
+    def of(self, drafter: str) -> Probe:
+        return self._known.setdefault(drafter, Probe())
+
+    def pass_over(self, drafters: Iterable[str]) -> bool:
+        """A round in which none of these was asked; whether one is due now."""
+        probes = [self.of(name) for name in drafters]
+        for probe in probes:
+            probe.refused()
+        return any(probe.due for probe in probes)
 
 
 @dataclass

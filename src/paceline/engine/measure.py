@@ -65,8 +65,8 @@ class Depth:
     cache, at `reading` rows. random: engine steps with random drafts, `cycles` times; far: the
     same once, with long prompts. sessions: engine steps with each drafter. Single and batched
     ones of both modes among `random` tell a step's host cost from a sequence's. seconds: over
-    which sweeps, cycles and the drafters' sessions are spread by more of them, up to MOST times
-    as many."""
+    which cycles and the drafters' sessions are spread by more of them, up to MOST times as
+    many."""
 
     rows: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -259,15 +259,15 @@ def _measure_target(
         seconds(n, short, n)
     ones: list[float] = []
     ratios: dict[int, list[float]] = {n: [] for n in (*rows, *chunks)}
-    for _ in depth.repeat(depth.sweeps, clock):
+    for _ in range(depth.sweeps):
         times = [(n, seconds(n, short, n)) for n in rng.permutation([*rows, 1, 1]).tolist()]
         unit = median(t for n, t in times if n == 1)
         ones.append(unit)
         for n, t in times:
             ratios[n].append(t / unit)
     for n in chunks:
-        for _ in range(3):  # so that one may be disturbed
-            ratios[n].append(seconds(n, short, 0) / seconds(1, short, 1))
+        # The faster of two: so long a pass is often disturbed, which only ever adds.
+        ratios[n].append(min(seconds(n, short, 0) / seconds(1, short, 1) for _ in range(2)))
     xs = sorted(ratios)
     ys = isotonic_regression([median(ratios[n]) for n in xs]).x * median(ones)
     per_entry = _reading(seconds, [n for n in depth.reading if n <= most], short, long, depth)
