@@ -31,7 +31,7 @@ from typing import Any
 from paceline.bench import advise
 from paceline.bench.advise import Bench, Question
 from paceline.bench.predict import Prediction, Predictor
-from paceline.bench.trace import Setting, trace_requests
+from paceline.bench.trace import Setting, Traced, trace_requests
 from paceline.core.latency import Profile
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.policy import FixedBudget
@@ -203,31 +203,45 @@ def run_model(
         blocks = [block for w, *block in todo if w == workload]
         note(f"{model}, {workload}: measuring costs and tracing")
         before = profile or advise.profile_of(bench, fresh=True)
-        traced = {
-            setting: trace_requests(
-                bench.model, bench.drafters, {n: i.most for n, i in bench.infos.items()},
-                prompts[args.measured :], setting, CONFIG, max_tokens=args.max_tokens,
-                vocab_size=bench.vocab_size, seed=1000, ignore_eos=True,
-            )
-            for setting in dict.fromkeys(s for s, *_ in blocks)
-        }  # fmt: skip
-        measured = []
-        for number, (setting, label, ks) in enumerate(blocks, 1):
-            note(f"{number}/{len(blocks)}: {label}, {setting.label}, k = {ks}")
-            held, n = prompts[: args.measured], args.max_tokens
-            measured.append(measure(bench, label, held, setting, ks, n, args.repeats))
+        traced, measured = trace_and_measure(bench, prompts, blocks, args)
         profile = advise.profile_of(bench, fresh=True)
         costs = mean_profile(before, profile)
         for (setting, label, _), found in zip(blocks, measured, strict=True):
             predictor = Predictor(costs, setting, traced[setting], requests=args.measured)
             for k, mine in found.items():
-                cell = cell_of(predictor, label, k, mine)
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"model": model, "workload": workload, **cell}) + "\n")
-                note(
-                    f"{workload} {label} {setting.label} k={k}: predicted {cell['predicted']:.2f} "
-                    f"({cell['low']:.2f} to {cell['high']:.2f}), measured {cell['measured']:.2f}"
-                )
+                cell = {"model": model, "workload": workload, **cell_of(predictor, label, k, mine)}
+                write(cell, out)
+
+
+def trace_and_measure(
+    bench: Bench, prompts: list[Prompt], blocks: list[Any], args: argparse.Namespace
+) -> tuple[dict[Setting, tuple[Traced, ...]], list[dict[int, dict[str, float]]]]:
+    """The traces of a domain by setting, and what was measured of each block (setting, draft,
+    budgets) on its other prompts."""
+    traced = {
+        setting: trace_requests(
+            bench.model, bench.drafters, {n: i.most for n, i in bench.infos.items()},
+            prompts[args.measured :], setting, CONFIG, max_tokens=args.max_tokens,
+            vocab_size=bench.vocab_size, seed=1000, ignore_eos=True,
+        )
+        for setting in dict.fromkeys(s for s, *_ in blocks)
+    }  # fmt: skip
+    measured = []
+    for number, (setting, label, ks) in enumerate(blocks, 1):
+        note(f"{number}/{len(blocks)}: {label}, {setting.label}, k = {ks}")
+        held, n = prompts[: args.measured], args.max_tokens
+        measured.append(measure(bench, label, held, setting, ks, n, args.repeats))
+    return traced, measured
+
+
+def write(cell: dict[str, Any], out: Path) -> None:
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(cell) + "\n")
+    note(
+        f"{cell['workload']} {cell['draft']} temperature {cell['temperature']:g} k={cell['k']}: "
+        f"predicted {cell['predicted']:.2f} ({cell['low']:.2f} to {cell['high']:.2f}), measured "
+        f"{cell['measured']:.2f}"
+    )
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:

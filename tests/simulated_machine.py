@@ -8,6 +8,11 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
+from paceline.core.latency import Curve, TargetCost
+from paceline.draft.cache import DraftCache
+from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import SameVocabulary
+from paceline.engine.engine import EngineConfig
 from paceline.models.base import (
     Batch,
     Int32,
@@ -111,3 +116,23 @@ class Timed:
 
 def charge(clock: SimulatedClock, cost: Cost, batch: Batch) -> None:
     clock.work(cost(np.diff(batch.starts_B1).tolist(), batch.context_B.tolist()))
+
+
+CONFIG = EngineConfig(kv_tokens=16384, block_size=32, max_batch=8, prefill_chunk=512)
+#: Costs of a machine: a target, a small one, a draft.
+TARGET = TargetCost(
+    rows=Curve(xs=(1.0, 4.0, 64.0), ys=(50e-3, 56e-3, 236e-3)),
+    per_entry=Curve(xs=(1.0, 17.0), ys=(2e-6, 4e-6)),
+)
+SMALL = TargetCost(
+    rows=Curve(xs=(1.0, 4.0, 64.0), ys=(5e-3, 5.6e-3, 23.6e-3)), per_entry=Curve.level(0.0)
+)
+DRAFT = TargetCost(
+    rows=Curve(xs=(1.0, 64.0), ys=(8e-3, 8e-3 + 63 * 0.1e-3)), per_entry=Curve.level(0.5e-6)
+)
+
+
+def machines(clock):
+    target, draft = Machine(clock, TARGET), Machine(clock, DRAFT, "draft")
+    cache = DraftCache(draft, n_blocks=CONFIG.n_blocks, block_size=32, max_batch=8)
+    return target, ModelDrafter(cache, SameVocabulary(VOCAB))

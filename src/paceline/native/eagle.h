@@ -85,7 +85,12 @@ struct EaglePass {
 // proposes its best `width` children (EAGLE-2's expansion; a chain where width is 1).
 struct EagleDraft {
   EagleCache* cache = nullptr;
-  const float* hidden = nullptr;  // [D] the layer's output in the last committed row
+  // Rows to append to the committed ones first: the features, target states to go through `fc`
+  // (EAGLE-1: the layer's), and the embeddings' tokens.
+  int count = 0;
+  const float* features = nullptr;
+  const std::int32_t* waiting = nullptr;
+  float* hidden = nullptr;        // [D] the layer's output in the last committed row; written with count
   int depth = 0;
   float heat = 1.0f;                  // temperature of the scores
   std::vector<std::int32_t> end_ids;  // nothing follows these
@@ -115,8 +120,8 @@ class EagleLayer {
   // Calls are serialised by a lock. Keys and values of all rows go to their caches.
   void run(const EaglePass& pass);
   void logits(const float* hidden, int n, float* out);  // [n, D] -> [n, U]
-  // After a pass over `first`, whose rows the caches count already (none: no pass).
-  void grow(const EaglePass& first, std::vector<EagleDraft>& drafts, int width);
+  // Appends the rows that the drafts bring, then grows them.
+  void grow(std::vector<EagleDraft>& drafts, int width);
 
  private:
   // Inputs of the matrices: of fc, qkv, o, gate_up, head.
@@ -127,6 +132,7 @@ class EagleLayer {
   void plan(const EaglePass& pass, int row0, int wanted0);
   void plan_head(std::vector<const float*> hidden, float* logits);
   bool advance(std::vector<EagleDraft>& drafts, int width);
+  void append(std::vector<EagleDraft>& drafts);
   void expand(EagleDraft& d, const std::int32_t* ids, const float* scores, int width, int n_best);
   void feed(EagleDraft& d);
 

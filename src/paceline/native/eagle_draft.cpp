@@ -84,7 +84,26 @@ bool EagleLayer::advance(std::vector<EagleDraft>& drafts, int width) {
   return !w.level.rows.empty();
 }
 
-void EagleLayer::grow(const EaglePass& first, std::vector<EagleDraft>& drafts, int width) {
+// The pass over the rows that drafts bring, which their caches count from now on.
+void EagleLayer::append(std::vector<EagleDraft>& drafts) {
+  EagleWorkspace& w = *work_;
+  const std::ptrdiff_t D = config.hidden, in = config.first ? config.hidden : config.fused;
+  w.first.clear();
+  w.first.fuse = !config.first;
+  w.appended.reserve(drafts.size() * size(D));
+  w.first.out = w.appended.get();
+  for (EagleDraft& d : drafts) {
+    if (d.count == 0) continue;
+    for (int r = 0; r < d.count; ++r) {
+      const int slot = d.cache->rows + r;
+      w.first.rows.push_back({d.cache, slot, slot, d.waiting[r], d.features + r * in});
+    }
+    d.cache->rows += d.count;
+    w.first.wanted.push_back({static_cast<int>(w.first.rows.size()) - 1, d.cache->rows, {}});
+  }
+}
+
+void EagleLayer::grow(std::vector<EagleDraft>& drafts, int width) {
   const std::lock_guard<std::mutex> only(mutex_);
   EagleWorkspace& w = *work_;
   const std::size_t U = size(weights.head.n_out), most = drafts.size() * size(width);
@@ -93,16 +112,23 @@ void EagleLayer::grow(const EaglePass& first, std::vector<EagleDraft>& drafts, i
   w.depth = 0;
   w.heats.clear();
   std::vector<const float*> scored;
+  append(drafts);
+  const float* appended = w.first.out;
   for (EagleDraft& d : drafts) {
+    const float* hidden = d.hidden;
+    if (d.count > 0) {
+      hidden = appended;
+      appended += config.hidden;
+    }
     d.cache->reserve(d.cache->rows + width * d.depth);
     positions = std::max({positions, d.cache->capacity(), d.cache->rows + d.depth});
     d.tokens = {-1};
     d.parents = {-1};
     d.scores = {0.0};
     d.levels = d.slots = d.frontier = {0};
-    d.outputs = {d.hidden};
+    d.outputs = {hidden};
     d.fed = d.cache->rows;
-    scored.push_back(d.hidden);
+    scored.push_back(hidden);
     w.heats.push_back(d.heat);
   }
   reserve_positions(positions);
@@ -114,7 +140,7 @@ void EagleLayer::grow(const EaglePass& first, std::vector<EagleDraft>& drafts, i
   plan_head(std::move(scored), w.draft_logits.get());
   Pool& pool = Pool::instance();
   pool.run(n_threads_, [&](int thread, int) {
-    if (!first.rows.empty()) pass_through(first, thread);
+    if (!w.first.rows.empty()) pass_through(w.first, thread);
     for (;;) {
       head(thread);
       pool.barrier();
@@ -129,6 +155,8 @@ void EagleLayer::grow(const EaglePass& first, std::vector<EagleDraft>& drafts, i
       pass_through(w.level, thread);
     }
   });
+  for (EagleDraft& d : drafts)
+    if (d.count > 0) std::copy_n(d.outputs[0], config.hidden, d.hidden);
 }
 
 }  // namespace paceline

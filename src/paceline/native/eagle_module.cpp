@@ -4,7 +4,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -147,49 +146,33 @@ class PyEagleLayer {
     std::size_t rows = 0;
     for (std::size_t i = 0; i < n; ++i) {
       check_cache(caches[i]);
-      require(count[i] >= 0 && depths[i] > 0 && heats[i] > 0, "depth and temperature must be positive");
+      require(count[i] >= 0 && depths[i] > 0 && heats[i] > 0, "counts, depths and temperatures must be positive");
       rows += static_cast<std::size_t>(count[i]);
     }
     require(rows == tokens.size(), "drafts do not bring as many rows as there are");
     for (std::size_t i = 0; i < rows; ++i)
       require(tokens.data()[i] >= 0 && tokens.data()[i] < vocabulary_, "a token is out of range");
-    EaglePass first;
-    first.fuse = !c.first;
     std::vector<EagleDraft> drafts(n);
+    std::size_t row = 0;
     for (std::size_t i = 0; i < n; ++i) {
       EagleDraft& d = drafts[i];
       d.cache = caches[i];
+      d.count = count[i];
+      d.features = features.data() + row * in;
+      d.waiting = tokens.data() + row;
       d.hidden = hidden.data() + i * D;
       d.depth = depths[i];
       d.heat = heats[i];
       d.end_ids = std::move(end_ids[i]);
-      for (int r = 0; r < count[i]; ++r) {
-        const std::size_t row = first.rows.size();
-        const int slot = d.cache->rows + r;
-        first.rows.push_back({d.cache, slot, slot, tokens.data()[row], features.data() + row * in});
-      }
-      if (count[i] > 0) first.wanted.push_back({static_cast<int>(first.rows.size()) - 1, d.cache->rows + count[i], {}});
-    }
-    std::vector<float> outputs(first.wanted.size() * D);
-    first.out = outputs.data();
-    float* from = first.out;
-    for (std::size_t i = 0; i < n; ++i) {
-      if (count[i] == 0) continue;
-      drafts[i].hidden = from;
-      from += D;
-      drafts[i].cache->reserve(drafts[i].cache->rows + count[i]);
-      drafts[i].cache->rows += count[i];
+      row += static_cast<std::size_t>(count[i]);
     }
     {
       nb::gil_scoped_release release;
-      layer_->grow(first, drafts, width);
+      layer_->grow(drafts, width);
     }
     std::vector<Grown> grown;
-    for (std::size_t i = 0; i < n; ++i) {
-      EagleDraft& d = drafts[i];
-      if (count[i] > 0) std::copy_n(d.hidden, D, hidden.data() + i * D);
+    for (EagleDraft& d : drafts)
       grown.emplace_back(std::move(d.tokens), std::move(d.parents), std::move(d.scores), d.healthy);
-    }
     return grown;
   }
 

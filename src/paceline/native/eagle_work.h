@@ -39,6 +39,8 @@ struct EagleWorkspace {
 
   // Drafts in the making: the pass of the next level, its outputs (in turn: a level's rows read
   // the last one's), and the best tokens of the scored rows.
+  EaglePass first;               // the rows that drafts bring
+  Buffer<float> appended;        // its outputs, [drafts, D]
   EaglePass level;
   int depth = 0;
   bool more = false;
