@@ -140,63 +140,62 @@ void test_linear() {
   }
 }
 
-void test_attention() {
-  for (int head_size : {16, 64, 80, 128}) {
-    for (int n_heads : {1, 3, 6}) {
-      for (int n : {-256, -40, 1, 15, 16, 17, 100, 256}) {
-        const bool run = n < 0;  // slots in order, as a long prompt has them
-        n = std::abs(n);
-        const int slots = 304, E = head_size, G = n_heads;
-        std::vector<std::uint16_t> keys(static_cast<std::size_t>(slots * E)), values(keys.size());
-        for (auto* v : {&keys, &values})
-          for (std::uint16_t& h : *v) h = float_to_half(random_floats(1)[0]);
-        std::vector<std::int32_t> at(static_cast<std::size_t>(2 * n));
-        for (int i = 0; i < n; ++i) {
-          at[static_cast<std::size_t>(i)] =
-              run ? 32 + i : static_cast<std::int32_t>(rng() % slots);
-          at[static_cast<std::size_t>(n + i)] = at[static_cast<std::size_t>(i)];
+// Rows of one split: a chain, each a key longer than the one before, or siblings, which differ
+// in their last key. Together, alone and on every path they must give the same bits.
+void test_attention_rows(int E, int G, int n, bool in_order, bool chain) {
+  constexpr int ROWS = ATTEND_ROWS, SLOTS = 304;
+  std::vector<std::uint16_t> keys(static_cast<std::size_t>(SLOTS * E)), values(keys.size());
+  for (auto* v : {&keys, &values})
+    for (std::uint16_t& h : *v) h = float_to_half(random_floats(1)[0]);
+  std::vector<std::int32_t> shared(static_cast<std::size_t>(n)), at[ROWS];
+  for (int i = 0; i < n; ++i)
+    shared[static_cast<std::size_t>(i)] = in_order ? 32 + i : static_cast<std::int32_t>(rng() % SLOTS);
+  for (int r = 0; r < ROWS; ++r) {
+    at[r] = shared;
+    if (chain) at[r].resize(static_cast<std::size_t>(std::max(1, n + r - ROWS + 1)));
+    else at[r].back() = 7 + r;
+  }
+  const std::size_t heads = static_cast<std::size_t>(ROWS * G);
+  const std::vector<float> q = random_floats(heads * static_cast<std::size_t>(E), 0.3f);
+  std::vector<float> truth;
+  std::vector<std::string> paths = available_paths();
+  paths.insert(paths.begin(), "portable");
+  for (const std::string& name : paths) {
+    for (const int together : {1, 2, ROWS}) {
+      std::vector<float> max(heads), sum(heads), out(heads * static_cast<std::size_t>(E), -1.0f),
+          scratch(attention_scratch(G, E));
+      SplitJob job;
+      job.keys = keys.data();
+      job.values = values.data();
+      job.n_heads = G;
+      job.head_size = E;
+      job.scratch = scratch.data();
+      for (int first = 0; first < ROWS; first += together) {
+        job.n_rows = together;
+        for (int i = 0; i < together; ++i) {
+          const int r = first + i;
+          job.row[i] = {q.data() + r * G * E,  at[r].data(),       static_cast<int>(at[r].size()),
+                        max.data() + r * G, sum.data() + r * G, out.data() + r * G * E};
         }
-        at.back() = 7;  // the second row differs in its last key
-        const std::vector<float> q = random_floats(static_cast<std::size_t>(2 * G * E), 0.3f);
-        std::vector<float> truth;
-        std::vector<std::string> paths = available_paths();
-        paths.insert(paths.begin(), "portable");
-        for (const std::string& name : paths) {
-          for (const bool together : {true, false}) {
-            std::vector<float> max(static_cast<std::size_t>(2 * G)), sum(max.size()),
-                out(static_cast<std::size_t>(2 * G * E)), scratch(attention_scratch(G, E));
-            SplitJob job;
-            job.keys = keys.data();
-            job.values = values.data();
-            job.n_heads = G;
-            job.head_size = E;
-            job.scratch = scratch.data();
-            const auto row = [&](int r) {
-              return SplitJob::Row{q.data() + r * G * E, at.data() + r * n, n,
-                                   max.data() + r * G,   sum.data() + r * G, out.data() + r * G * E};
-            };
-            const Kernels& k = *find_kernels(name);
-            if (together) {
-              job.n_rows = 2;
-              job.row[0] = row(0);
-              job.row[1] = row(1);
-              k.attend_split(job);
-            } else {
-              job.n_rows = 1;
-              for (int r = 0; r < 2; ++r) {
-                job.row[0] = row(r);
-                k.attend_split(job);
-              }
-            }
-            out.insert(out.end(), max.begin(), max.end());
-            out.insert(out.end(), sum.begin(), sum.end());
-            if (truth.empty()) truth = out;
-            check(same(out, truth), name + ": attention of " + std::to_string(n) + " keys");
-          }
-        }
+        find_kernels(name)->attend_split(job);
       }
+      out.insert(out.end(), max.begin(), max.end());
+      out.insert(out.end(), sum.begin(), sum.end());
+      if (truth.empty()) truth = out;
+      check(same(out, truth), name + ": attention of " + std::to_string(n) + " keys");
     }
   }
+}
+
+void test_attention() {
+  for (int head_size : {16, 64, 80, 128})
+    for (int n_heads : {1, 3, 6})
+      for (int n : {1, 15, 16, 17, 100, 256})
+        for (const bool in_order : {true, false})
+          for (const bool chain : {true, false})
+            test_attention_rows(head_size, n_heads, n, in_order, chain);
+  test_attention_rows(MAX_HEAD_SIZE, 2, 100, true, true);
+  test_attention_rows(16, MAX_GROUP, 40, false, true);
 }
 
 // A whole pass: two sequences, a tree and a chain, with more rows than a chunk.

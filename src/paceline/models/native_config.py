@@ -9,8 +9,8 @@ from paceline.models.config import DecoderConfig, rope_inv_freq
 
 #: Query heads that share a key/value head, at most (MAX_GROUP of native/types.h).
 _MAX_GROUP = 64
-#: Bounds of a size (native/module.cpp), and of a head: its frequencies are listed.
-_MAX_SIZE, _MAX_HEAD = 1 << 28, 1 << 16
+#: The largest size (native/module.cpp), and that of a head (MAX_HEAD_SIZE of native/types.h).
+_MAX_SIZE, _MAX_HEAD = (1 << 28) - 1, 512
 #: Widths are read in vectors of so many.
 _LANES = 16
 
@@ -60,8 +60,8 @@ def _check(c: DecoderConfig) -> None:
         ("head size", c.head_dim, _MAX_HEAD),
         ("width of all heads", c.n_heads * c.head_dim, _MAX_SIZE),
     ):
-        if size >= most:
-            raise UserError(f"the native core needs a {what} below {most}, not {size}")
+        if size > most:
+            raise UserError(f"the native core needs a {what} of at most {most}, not {size}")
         if what != "vocabulary" and size % _LANES:
             raise UserError(f"the native core needs a {what} divisible by {_LANES}, not {size}")
     if c.n_heads // c.n_kv_heads > _MAX_GROUP:

@@ -6,15 +6,32 @@
 // share the work of loading them, which changes nothing in any of their results.
 
 // Queries at once, as many as the registers hold.
-constexpr int SCORE_QUERIES = PACELINE_BLOCK > 4 ? 12 : 2, VALUE_QUERIES = PACELINE_BLOCK > 4 ? 6 : 2;
+constexpr int QUERIES = PACELINE_BLOCK > 4 ? 12 : 2;
+
+// Vectors of a value that so many queries take at once: their sums fill the registers, too.
+constexpr int value_vectors(int queries) { return queries <= 6 ? 4 : 2; }
+
+// Whether sixteen slots follow one another.
+inline bool consecutive(const std::int32_t* slots) {
+  constexpr std::int32_t COUNT[KEY_LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const I from_first = iadd(iload(slots), iset1(-slots[0]));
+  return __builtin_memcmp(&from_first, COUNT, sizeof COUNT) == 0;
+}
+
+// How many of n slots follow one another from the first on.
+inline int run_length(const std::int32_t* slots, int n) {
+  int i = 0;
+  while (i + KEY_LANES <= n && slots[i] == slots[0] + i && consecutive(slots + i)) i += KEY_LANES;
+  while (i < n && slots[i] == slots[0] + i) ++i;
+  return i;
+}
 
 // Up to sixteen keys as [E, 16]: in the cache itself where their slots are one whole block's
 // beginning, else gathered into `room`.
 inline const std::uint16_t* key_block(const std::uint16_t* keys, const std::int32_t* slots, int n,
                                       int head_size, std::uint16_t* room) {
-  bool run = slots[0] % KEY_LANES == 0;
-  for (int i = 1; i < n && run; ++i) run = slots[i] == slots[0] + i;
-  if (run) return keys + static_cast<std::ptrdiff_t>(slots[0]) * head_size;
+  if (slots[0] % KEY_LANES == 0 && run_length(slots, n) == n)
+    return keys + static_cast<std::ptrdiff_t>(slots[0]) * head_size;
   __builtin_memset(room, 0, sizeof *room * static_cast<std::size_t>(KEY_LANES * head_size));
   for (int i = 0; i < n; ++i) {
     const int lane = slots[i] % KEY_LANES;
@@ -24,9 +41,9 @@ inline const std::uint16_t* key_block(const std::uint16_t* keys, const std::int3
   return room;
 }
 
+// Scores of Q queries, [Q, QUERY_STRIDE], with sixteen keys, to [Q, SCORE_STRIDE].
 template <int Q>
-ALWAYS_INLINE void score_block(const std::uint16_t* keys, int head_size, const float* const* q,
-                               float* const* scores) {
+ALWAYS_INLINE void score_block(const std::uint16_t* keys, int head_size, const float* q, float* scores) {
   F even[Q], odd[Q];
 #pragma GCC unroll 12
   for (int j = 0; j < Q; ++j) even[j] = odd[j] = set1(0.0f);
@@ -34,77 +51,132 @@ ALWAYS_INLINE void score_block(const std::uint16_t* keys, int head_size, const f
     const F k0 = load_f16(keys + KEY_LANES * e), k1 = load_f16(keys + KEY_LANES * (e + 1));
 #pragma GCC unroll 12
     for (int j = 0; j < Q; ++j) {
-      even[j] = fma(k0, set1(q[j][e]), even[j]);
-      odd[j] = fma(k1, set1(q[j][e + 1]), odd[j]);
+      even[j] = fma(k0, set1(q[j * QUERY_STRIDE + e]), even[j]);
+      odd[j] = fma(k1, set1(q[j * QUERY_STRIDE + e + 1]), odd[j]);
     }
   }
 #pragma GCC unroll 12
-  for (int j = 0; j < Q; ++j) store(scores[j], add(even[j], odd[j]));
+  for (int j = 0; j < Q; ++j) store(scores + j * SCORE_STRIDE, add(even[j], odd[j]));
 }
 
-template <int Q>
-void score_blocks(const std::uint16_t* keys, int head_size, int n, const float* const* q,
-                  float* const* scores) {
-  for (; n >= Q; n -= Q, q += Q, scores += Q) score_block<Q>(keys, head_size, q, scores);
-  if constexpr (Q > 1)
-    if (n > 0) score_blocks<Q - 1>(keys, head_size, n, q, scores);
-}
-
-// out[0, 16 VECTORS) += sum over p of weights[p] * rows[p][first, ...), p in order.
-template <int Q, int VECTORS>
-ALWAYS_INLINE void value_block(const std::uint16_t* const* rows, int n, int first,
-                               const float* const* weights, float* const* out) {
-  F acc[Q][VECTORS];
-#pragma GCC unroll 6
-  for (int j = 0; j < Q; ++j)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) acc[j][v] = load(out[j] + first + 16 * v);
-  for (int p = 0; p < n; ++p) {
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      const F x = load_f16(rows[p] + first + 16 * v);
-#pragma GCC unroll 6
-      for (int j = 0; j < Q; ++j) acc[j][v] = fma(set1(weights[j][p]), x, acc[j][v]);
+// The same for n queries.
+void score_blocks(const std::uint16_t* keys, int head_size, int n, const float* q, float* scores) {
+  for (; n > 0; n -= QUERIES, q += QUERIES * QUERY_STRIDE, scores += QUERIES * SCORE_STRIDE) {
+    switch (n) {
+      case 1: return score_block<1>(keys, head_size, q, scores);
+#if PACELINE_BLOCK > 4
+      case 2: return score_block<2>(keys, head_size, q, scores);
+      case 3: return score_block<3>(keys, head_size, q, scores);
+      case 4: return score_block<4>(keys, head_size, q, scores);
+      case 5: return score_block<5>(keys, head_size, q, scores);
+      case 6: return score_block<6>(keys, head_size, q, scores);
+      case 7: return score_block<7>(keys, head_size, q, scores);
+      case 8: return score_block<8>(keys, head_size, q, scores);
+      case 9: return score_block<9>(keys, head_size, q, scores);
+      case 10: return score_block<10>(keys, head_size, q, scores);
+      case 11: return score_block<11>(keys, head_size, q, scores);
+#endif
+      default: score_block<QUERIES>(keys, head_size, q, scores);
     }
   }
-#pragma GCC unroll 6
+}
+
+// out[j][0, 16 VECTORS) += sum over p of weights[j][p] * values[p], p in order; the n values, of E
+// components each, follow one another. fresh: the sums begin with these.
+template <int Q, int VECTORS>
+ALWAYS_INLINE void value_block(const std::uint16_t* values, int n, int head_size, bool fresh,
+                               const float* weights, float* const* out, int first) {
+  F acc[Q][VECTORS];
+#pragma GCC unroll 12
+  for (int j = 0; j < Q; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) acc[j][v] = fresh ? set1(0.0f) : load(out[j] + first + 16 * v);
+  values += first;
+  for (int p = 0; p < n; ++p, values += head_size) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      const F x = load_f16(values + 16 * v);
+#pragma GCC unroll 12
+      for (int j = 0; j < Q; ++j) acc[j][v] = fma(set1(weights[j * SCORE_STRIDE + p]), x, acc[j][v]);
+    }
+  }
+#pragma GCC unroll 12
   for (int j = 0; j < Q; ++j)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) store(out[j] + first + 16 * v, acc[j][v]);
 }
 
+// The same for n queries and all components.
 template <int Q>
-void value_blocks(const std::uint16_t* const* rows, int n_keys, int head_size, int n,
-                  const float* const* weights, float* const* out) {
-  for (; n >= Q; n -= Q, weights += Q, out += Q) {
+void value_blocks(const std::uint16_t* values, int n_keys, int head_size, bool fresh, int n,
+                  const float* weights, float* const* out) {
+  constexpr int V = value_vectors(Q);
+  for (; n >= Q; n -= Q, weights += Q * SCORE_STRIDE, out += Q) {
     int e = 0;
-    for (; e + 64 <= head_size; e += 64) value_block<Q, 4>(rows, n_keys, e, weights, out);
-    for (; e < head_size; e += 16) value_block<Q, 1>(rows, n_keys, e, weights, out);
+    for (; e + 16 * V <= head_size; e += 16 * V)
+      value_block<Q, V>(values, n_keys, head_size, fresh, weights, out, e);
+    for (; e < head_size; e += 16) value_block<Q, 1>(values, n_keys, head_size, fresh, weights, out, e);
   }
   if constexpr (Q > 1)
-    if (n > 0) value_blocks<Q - 1>(rows, n_keys, head_size, n, weights, out);
+    if (n > 0) value_blocks<Q - 1>(values, n_keys, head_size, fresh, n, weights, out);
 }
 
-// Turns n scores (room for the next multiple of 16) into exp(score - max).
-inline void exponentiate(float* s, int n, float& max_out, float& sum_out) {
-  for (int p = n; p % 16 != 0; ++p) s[p] = -__builtin_inff();
-  F top = set1(-__builtin_inff());
-  for (int p = 0; p < n; p += 16) top = max(load(s + p), top);
-  const float largest = reduce_max(top);
-  F sum = set1(0.0f);
-  for (int p = 0; p < n; p += 16) {
-    store(s + p, exp(sub(load(s + p), set1(largest))));
-    for (int i = n - p; i < 16; ++i) s[p + i] = 0.0f;  // exp clamps: padding must weigh nothing
-    sum = add(sum, load(s + p));
+// Turns n scores of each of Q queries (with room for the next multiple of 16) into
+// exp(score - max). Several at once, since one alone is a chain of dependent instructions.
+template <int Q>
+ALWAYS_INLINE void exponentiate(float* scores, int n, float* largest, float* sums) {
+  F top[Q], sum[Q];
+  const int whole = n / 16 * 16;
+#pragma GCC unroll 4
+  for (int j = 0; j < Q; ++j) {
+    for (int p = n; p % 16 != 0; ++p) scores[j * SCORE_STRIDE + p] = -__builtin_inff();
+    top[j] = set1(-__builtin_inff());
+    sum[j] = set1(0.0f);
   }
-  max_out = largest;
-  sum_out = reduce_add(sum);
+  for (int p = 0; p < n; p += 16)
+#pragma GCC unroll 4
+    for (int j = 0; j < Q; ++j) top[j] = max(load(scores + j * SCORE_STRIDE + p), top[j]);
+#pragma GCC unroll 4
+  for (int j = 0; j < Q; ++j) {
+    largest[j] = reduce_max(top[j]);
+    top[j] = set1(largest[j]);
+  }
+  for (int p = 0; p < whole; p += 16)
+#pragma GCC unroll 4
+    for (int j = 0; j < Q; ++j) {
+      float* at = scores + j * SCORE_STRIDE + p;
+      const F e = exp(sub(load(at), top[j]));
+      store(at, e);
+      sum[j] = add(sum[j], e);
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < Q; ++j) {
+    float* at = scores + j * SCORE_STRIDE + whole;
+    if (whole < n) {
+      store(at, exp(sub(load(at), top[j])));
+      for (int i = n - whole; i < 16; ++i) at[i] = 0.0f;  // exp clamps: padding must weigh nothing
+      sum[j] = add(sum[j], load(at));
+    }
+    sums[j] = reduce_add(sum[j]);
+  }
+}
+
+inline void exponentiate_heads(float* scores, int heads, int n, float* largest, float* sums) {
+  constexpr int MANY = PACELINE_BLOCK > 4 ? 4 : 2;
+  int g = 0;
+  for (; g + MANY <= heads; g += MANY) exponentiate<MANY>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
+#if PACELINE_BLOCK > 4
+  if (heads - g == 3) return exponentiate<3>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
+  if (heads - g == 2) return exponentiate<2>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
+#endif
+  if (heads - g == 1) exponentiate<1>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
 }
 
 // The keys [p0, p0 + 16) of row `last`, and the rows down to `first` that ask for no others.
 struct Shared {
   int first, n;
 
+  Shared(int first_row, int n_keys) : first(first_row), n(n_keys) {}
   // exact: the rows must want as many of them, too.
   Shared(const SplitJob& job, int last, int p0, bool exact) {
     n = count(job.row[last], p0);
@@ -123,62 +195,82 @@ struct Shared {
   }
 };
 
-// Sixteen positions from `p` on, on their way to the second-level cache: from far ahead, as
+// Positions [p, p + 16) of one row, on their way to the second-level cache: from far ahead, as
 // few reads fit into the first level's queue.
 inline void prefetch_rows(const std::uint16_t* base, const SplitJob::Row& row, int p, int head_size) {
-  for (int i = p; i < p + KEY_LANES && i < row.n; ++i) {
+  for (int i = p; i < p + KEY_LANES && i < row.n;) {
+    const int n = run_length(row.slots + i, (row.n < p + KEY_LANES ? row.n : p + KEY_LANES) - i);
     const std::uint16_t* at = base + static_cast<std::ptrdiff_t>(row.slots[i]) * head_size;
-    for (int e = 0; e < head_size; e += 32) __builtin_prefetch(at + e, 0, 2);
+    for (int e = 0; e < n * head_size; e += 32) __builtin_prefetch(at + e, 0, 2);
+    i += n;
   }
+}
+
+// Whole sixteens of positions, from the first on, that all rows ask for alike.
+inline int common_keys(const SplitJob& job) {
+  const SplitJob::Row& last = job.row[job.n_rows - 1];
+  int n = last.n;
+  for (int r = 0; r < job.n_rows - 1; ++r) {
+    const SplitJob::Row& row = job.row[r];
+    n = row.n < n ? row.n : n;
+    if (row.slots == last.slots) continue;
+    int same = 0;
+    while (same + KEY_LANES <= n && __builtin_memcmp(row.slots + same, last.slots + same, sizeof *row.slots * KEY_LANES) == 0)
+      same += KEY_LANES;
+    n = same;
+  }
+  return n / KEY_LANES * KEY_LANES;
 }
 
 void attend_split(const SplitJob& job) {
   constexpr int AHEAD = 64;  // keys between a prefetch and their use
-  const int E = job.head_size, G = job.n_heads;
-  auto* room = reinterpret_cast<std::uint16_t*>(job.scratch + static_cast<std::ptrdiff_t>(ATTEND_ROWS) * G * SPLIT);
-  const float* in[ATTEND_ROWS * MAX_GROUP];
+  const int E = job.head_size, G = job.n_heads, n_rows = job.n_rows;
+  float* scores = job.scratch;  // [n_rows, G, SCORE_STRIDE]
+  float* queries = scores + static_cast<std::ptrdiff_t>(n_rows) * G * SCORE_STRIDE;
+  auto* room = reinterpret_cast<std::uint16_t*>(queries + static_cast<std::ptrdiff_t>(n_rows) * G * QUERY_STRIDE);
   float* out[ATTEND_ROWS * MAX_GROUP];
-  const auto scores = [&](int r, int g) { return job.scratch + static_cast<std::ptrdiff_t>(r * G + g) * SPLIT; };
   int most = 0;
-  for (int r = 0; r < job.n_rows; ++r) most = job.row[r].n > most ? job.row[r].n : most;
-  const SplitJob::Row& longest = job.row[job.n_rows - 1];  // of a chain, the last row
+  for (int r = 0; r < n_rows; ++r) {
+    most = job.row[r].n > most ? job.row[r].n : most;
+    for (int g = 0; g < G; ++g) {
+      out[r * G + g] = job.row[r].out + g * E;
+      for (int e = 0; e < E; e += 16) store(queries + (r * G + g) * QUERY_STRIDE + e, load(job.row[r].q + g * E + e));
+    }
+  }
+  const SplitJob::Row& longest = job.row[n_rows - 1];  // of a chain, the last row
+  const int common = common_keys(job);
 
   for (int p = 0; p < AHEAD; p += KEY_LANES) prefetch_rows(job.keys, longest, p, E);
   for (int p0 = 0; p0 < most; p0 += KEY_LANES) {
     prefetch_rows(job.keys, longest, p0 + AHEAD, E);
     prefetch_rows(job.values, longest, p0, E);
-    for (int r = job.n_rows - 1; r >= 0; --r) {
+    for (int r = n_rows - 1; r >= 0; --r) {
       if (job.row[r].n <= p0) continue;
-      const Shared keys(job, r, p0, false);
-      int n = 0;
-      for (int i = keys.first; i <= r; ++i)
-        for (int g = 0; g < G; ++g, ++n) {
-          in[n] = job.row[i].q + g * E;
-          out[n] = scores(i, g) + p0;
-        }
-      score_blocks<SCORE_QUERIES>(key_block(job.keys, job.row[r].slots + p0, keys.n, E, room), E, n, in, out);
+      const Shared keys = p0 < common ? Shared{0, KEY_LANES} : Shared(job, r, p0, false);
+      const int first = keys.first * G;
+      score_blocks(key_block(job.keys, job.row[r].slots + p0, keys.n, E, room), E, (r + 1) * G - first,
+                   queries + first * QUERY_STRIDE, scores + first * SCORE_STRIDE + p0);
       r = keys.first;
     }
   }
-  for (int r = 0; r < job.n_rows; ++r) {
-    const SplitJob::Row& row = job.row[r];
-    for (int g = 0; g < G; ++g) exponentiate(scores(r, g), row.n, row.max[g], row.sum[g]);
-    for (int e = 0; e < G * E; e += 16) store(row.out + e, set1(0.0f));
-  }
-  for (int p0 = 0; p0 < most; p0 += KEY_LANES) {
-    for (int r = job.n_rows - 1; r >= 0; --r) {
+  for (int r = 0; r < n_rows; ++r)
+    exponentiate_heads(scores + r * G * SCORE_STRIDE, G, job.row[r].n, job.row[r].max, job.row[r].sum);
+  const auto add_values = [&](int first_row, int last_row, int p0, int n) {
+    const std::int32_t* slots = job.row[last_row].slots;
+    const int first = first_row * G;
+    for (int p = p0; p < p0 + n;) {
+      const int run = run_length(slots + p, p0 + n - p);
+      value_blocks<QUERIES>(job.values + static_cast<std::ptrdiff_t>(slots[p]) * E, run, E, p == 0,
+                            (last_row + 1) * G - first, scores + first * SCORE_STRIDE + p, out + first);
+      p += run;
+    }
+  };
+  add_values(0, n_rows - 1, 0, common);
+  for (int p0 = common; p0 < most; p0 += KEY_LANES) {
+    for (int r = n_rows - 1; r >= 0; --r) {
       if (job.row[r].n <= p0) continue;
       const Shared values(job, r, p0, true);
-      const std::uint16_t* rows[KEY_LANES];
-      for (int p = 0; p < values.n; ++p)
-        rows[p] = job.values + static_cast<std::ptrdiff_t>(job.row[r].slots[p0 + p]) * E;
-      int n = 0;
-      for (int i = values.first; i <= r; ++i)
-        for (int g = 0; g < G; ++g, ++n) {
-          in[n] = scores(i, g) + p0;
-          out[n] = job.row[i].out + g * E;
-        }
-      value_blocks<VALUE_QUERIES>(rows, values.n, E, n, in, out);
+      add_values(values.first, r, p0, values.n);
       r = values.first;
     }
   }

@@ -20,10 +20,9 @@ const std::int32_t* split_slots(const EagleQuery& q, const std::int32_t* iota, i
                                        std::int32_t* room) {
   const int first = split * SPLIT;
   if (first + n <= q.prefix) return iota + first;
-  for (int i = 0; i < n; ++i) {
-    const int at = first + i;
-    room[i] = at < q.prefix ? iota[at] : q.own[size(at - q.prefix)];
-  }
+  const int committed = std::max(q.prefix - first, 0);
+  if (committed > 0) std::copy_n(iota + first, committed, room);
+  std::copy_n(q.own.data() + (first + committed - q.prefix), n - committed, room + committed);
   return room;
 }
 
@@ -259,11 +258,11 @@ void EagleLayer::write_kv(float* x, int unit, const EagleRow& row, std::uint16_t
 
 void EagleLayer::attention(int thread) {
   EagleWorkspace& w = *work_;
-  const int K = config.kv_heads;
+  const int groups = static_cast<int>(w.groups.size());
   for (int begin = 0, end = 0; w.attend.next(thread, begin, end);)
     for (int item = begin; item < end; ++item) {
-      const auto [first, n] = w.groups[size(item / K)];
-      attend(thread, first, n, item % K);
+      const auto [first, n] = w.groups[size(item % groups)];
+      attend(thread, first, n, item / groups);
     }
 }
 

@@ -34,8 +34,8 @@ class PyEagleLayer {
                const std::string& path)
       : target_ids_(target_ids), vocabulary_(embedding.linear.n_out) {
     require(hidden > 0 && hidden % 16 == 0 && intermediate > 0 && intermediate % 16 == 0 &&
-                fused > 0 && fused % 16 == 0 && head_size > 0 && head_size % 16 == 0 && kv_heads > 0 &&
-                heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= MAX_GROUP,
+                fused > 0 && fused % 16 == 0 && head_size > 0 && head_size % 16 == 0 &&
+                head_size <= MAX_HEAD_SIZE && kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= MAX_GROUP,
             "head shape is not one that the native core runs");
     require(inverse_frequencies.size() == static_cast<std::size_t>(head_size / 2), "wrong number of rotary frequencies");
     require(!first || fused == 2 * hidden, "fc joins embedding and feature");

@@ -137,15 +137,14 @@ void Model::attention_inputs(Chunk& c, int thread, int layer) {
 }
 
 void Model::attention(Chunk& c, int thread, int layer) {
-  const int K = config.kv_heads, splits = c.by_split ? c.max_splits : 1;
+  // Items that read the same keys follow one another: the second finds them in the cache.
+  const int groups = static_cast<int>(work_->groups.size()), splits = c.by_split ? c.max_splits : 1;
   Shares& items = work_->shares[size(PHASES * layer + ATTEND)];
-  for (int begin = 0, end = 0; items.next(thread, begin, end);) {
+  for (int begin = 0, end = 0; items.next(thread, begin, end);)
     for (int item = begin; item < end; ++item) {
-      const RowGroup rows = work_->groups[size(item / (K * splits))];
-      const int split = item / K % splits, kv_head = item % K;
-      attend(c, thread, rows, kv_head, split);
+      const int split = item / groups % splits, kv_head = item / groups / splits;
+      attend(c, thread, work_->groups[size(item % groups)], kv_head, split);
     }
-  }
 }
 
 // The query heads that share kv_head, of a few rows: over all their keys, or one split of them,
@@ -189,10 +188,9 @@ const std::int32_t* Model::split_slots(const Path& path, int split, int n, std::
   const int first = split * SPLIT;
   if (first + n <= path.n_committed) return path.committed + first;
   const std::int32_t* own = work_->lists[size(path.list)].data();
-  for (int i = 0; i < n; ++i) {
-    const int at = first + i;
-    room[i] = at < path.n_committed ? path.committed[at] : own[at - path.n_committed];
-  }
+  const int committed = std::max(path.n_committed - first, 0);
+  if (committed > 0) std::copy_n(path.committed + first, committed, room);
+  std::copy_n(own + (first + committed - path.n_committed), n - committed, room + committed);
   return room;
 }
 

@@ -107,8 +107,8 @@ class PyModel {
           const PyLinear& embedding, const PyLinear& head, In1<float> final_norm, int threads,
           const std::string& path) {
     require(hidden > 0 && hidden % 16 == 0 && intermediate > 0 && intermediate % 16 == 0 &&
-                head_size > 0 && head_size % 16 == 0 && kv_heads > 0 && heads > 0 &&
-                heads % kv_heads == 0 && heads / kv_heads <= MAX_GROUP,
+                head_size > 0 && head_size % 16 == 0 && head_size <= MAX_HEAD_SIZE &&
+                kv_heads > 0 && heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= MAX_GROUP,
             "model shape is not one that the native core runs");
     require(inverse_frequencies.size() == static_cast<std::size_t>(head_size / 2), "wrong number of rotary frequencies");
     Config c;

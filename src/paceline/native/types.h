@@ -104,8 +104,15 @@ struct Kernels {
   float (*sum_exp)(const float* x, int n, float top, float scale);
 };
 
+// Floats from one query to the next in the scratch of attend_split: fixed, so that addresses are,
+// and no multiple of a page's part, so that they spread over the first-level cache.
+constexpr int MAX_HEAD_SIZE = 512;
+constexpr int QUERY_STRIDE = MAX_HEAD_SIZE + 16, SCORE_STRIDE = SPLIT + 16;
+
+// Scores, queries and sixteen gathered keys.
 constexpr std::size_t attention_scratch(int n_heads, int head_size) {
-  return static_cast<std::size_t>(ATTEND_ROWS * n_heads) * SPLIT + 16 * static_cast<std::size_t>(head_size);
+  return static_cast<std::size_t>(ATTEND_ROWS * n_heads) * (SCORE_STRIDE + QUERY_STRIDE) +
+         KEY_LANES / 2 * static_cast<std::size_t>(head_size);
 }
 
 }  // namespace paceline
