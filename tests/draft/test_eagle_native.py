@@ -212,10 +212,9 @@ def test_rows_come_with_the_draft(kind: str, threads: int, target) -> None:
             part = [Part(cache, 0, at)]
             hidden = runner.feed(part, tokens_of(n)[:at], taps_of(head, n, n)[:at], range(at))[0]
             cache.rows = at
-        pieces = taps_of(head, n, n)[n - new :].split(2)
-        taps = [piece.split(96, dim=-1) for piece in pieces] if new else []
+        taps = taps_of(head, n, n)[n - new :] if new else None
         tokens = tokens_of(n)[n - new :]
-        asks.append(Ask(cache=cache, hidden_D=hidden, tokens=tokens, taps=taps, depth=4))
+        asks.append(Ask(cache=cache, hidden_D=hidden, tokens=tokens, taps_NT=taps, depth=4))
     found = runner.grow(asks, 3)
     assert [a.cache.rows for a in asks] == [LONG, 260, 20, 9]
     for got, (grown, hidden_D) in zip(found, want, strict=True):

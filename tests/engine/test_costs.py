@@ -85,23 +85,24 @@ def test_a_probe_without_room_is_put_off():
     """A probe that stays due wakes the policy from every rest."""
     probe = Probe()
     assert probe.due
-    probe.postponed()
-    for _ in range(FIRST_WAIT):
-        assert not probe.due
-        probe.refused()
-    assert probe.due
+    for rounds, wait in ((3, FIRST_WAIT), (40, 40)):
+        probe.postponed(rounds)
+        for _ in range(wait):
+            assert not probe.due
+            probe.refused()
+        assert probe.due
 
 
 def test_upkeep_does_not_lock_the_ledger():
     """A drafter whose keeping takes more than eps of a plain step, useless for three requests
     and always right in the fourth: the room that was lost grows again."""
     drafter = SimDrafter(["model"])
-    policy = AdaptivePolicy(profile(model=MODEL), drafter)
+    policy = AdaptivePolicy(profile(model=MODEL), drafter, clock=lambda: 0.0)
     world = Simulation(
         true=profile(model=MODEL), drafter=drafter, policy=policy, rng=np.random.default_rng(1),
         alpha=lambda request, at, name: float(request == 3), upkeep=1e-3,
     )  # fmt: skip
     world.run([(0.0, 16, 400)] * 3, max_batch=1)
     plain = world.now / world.tokens
-    requests = [(world.now, 16, 1)] * 3 + [(world.now, 16, 400)]
-    assert world.run(requests, max_batch=1) < 0.7 * plain * 403
+    requests = [(world.now, 16, 1)] * 3 + [(world.now, 16, 800)]
+    assert world.run(requests, max_batch=1) < 0.7 * plain * 803

@@ -99,6 +99,11 @@ def arms_of(drafter: Drafter, seq: Sequence) -> tuple[Arm, ...]:
     return (Arm(drafter=drafter.name),) if arms is None else arms(seq)
 
 
+def names_of(drafter: Drafter) -> tuple[str, ...]:
+    """The drafters that its arms may name."""
+    return tuple(getattr(drafter, "drafters", None) or (drafter.name,))
+
+
 def blind(drafter: Drafter) -> bool:
     """Whether its arms for a running request are the same in every round, but for their lag:
     then nobody has to ask for them to know that nothing new speaks for it."""

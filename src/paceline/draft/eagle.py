@@ -29,8 +29,9 @@ from paceline.core.tree import TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.coupling import next_token
 from paceline.draft.heads import HeadVocabulary, committed_rows, heat
+from paceline.draft.waiting import Waiting
 from paceline.errors import UserError
-from paceline.models.base import KVStore, TargetModel, TargetOutput
+from paceline.models.base import KVStore, TargetModel, TargetOutput, stack
 from paceline.models.heads.config import EagleConfig
 from paceline.models.heads.passes import Ask, EagleRunner, Part, Rows
 from paceline.sampling.context import Context, Row, context_of
@@ -40,27 +41,25 @@ from paceline.types import Sequence
 #: Features wait for the next proposal, so that rounds without one cost nothing; so many at
 #: most.
 MAX_PENDING = 1024
-#: Rows of a pass that are kept with those that wait, rather than copying these.
-KEPT = 8
 
 
 @dataclass
 class _State:
-    """cache: rows of the committed tokens whose features were fed; pending: features that
-    wait, [n, D] of each tap; last_D: the layer's output of the last fed row."""
+    """cache: rows of the committed tokens whose features were fed; waiting: features of those
+    that follow; last_D: the layer's output of the last fed row."""
 
     cache: Rows
-    pending: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    n_pending: int = 0
+    waiting: Waiting = field(default_factory=Waiting)
     last_D: torch.Tensor | None = None
 
     @property
     def known(self) -> int:
-        return self.cache.rows + self.n_pending
+        return self.cache.rows + self.waiting.rows
 
     def fed(self, last_D: torch.Tensor) -> None:
         """Nothing waits any more; the layer's output of the last row."""
-        self.pending, self.n_pending, self.last_D = [], 0, last_D
+        self.waiting.clear()
+        self.last_D = last_D
 
 
 @dataclass
@@ -149,7 +148,7 @@ class EagleDrafter:
             return ()
         most = room if self.shape is None else min(self.shape.nodes, 64)
         tree = self.shape is not None
-        return (Arm(drafter=self.name, lag=state.n_pending, most=min(most, 64), tree=tree),)
+        return (Arm(drafter=self.name, lag=state.waiting.rows, most=min(most, 64), tree=tree),)
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[TokenTree]:
@@ -201,8 +200,8 @@ class EagleDrafter:
         return Ask(
             cache=g.state.cache,
             hidden_D=g.state.last_D,
-            tokens=g.seq.tokens[at + 1 : at + g.state.n_pending + 1],
-            taps=g.state.pending,
+            tokens=g.seq.tokens[at + 1 : at + g.state.waiting.rows + 1],
+            taps_NT=g.state.waiting.joined() if g.state.waiting.rows else None,
             depth=self._depth(g),
             heat=heat(g.seq.params),
             end_ids=g.seq.end_ids,
@@ -226,22 +225,21 @@ class EagleDrafter:
         tokens: list[int] = []
         positions: list[int] = []
         for seq, state in lagging:
-            n = state.n_pending
+            n = state.waiting.rows
             if n == 0:
                 continue
             at = state.cache.rows
             parts.append(Part(state.cache, at, n))
             tokens += seq.tokens[at + 1 : at + n + 1]
             positions += range(at, at + n)
-            taps += state.pending
+            taps.append(state.waiting.joined())
             fed.append(state)
         if not parts:
             return
-        by_tap = [t[0] if len(t) == 1 else torch.cat(t) for t in zip(*taps, strict=True)]
-        taps_NT = torch.cat(by_tap, -1)
+        taps_NT = taps[0] if len(taps) == 1 else torch.cat(taps)
         hidden_WD = self._runner.feed(parts, tokens, taps_NT, positions)
         for state, hidden_D in zip(fed, hidden_WD, strict=True):
-            state.cache.rows += state.n_pending
+            state.cache.rows += state.waiting.rows
             state.fed(hidden_D)
 
     def _expand(self, growing: Seq[_Growing]) -> None:
@@ -320,7 +318,7 @@ class EagleDrafter:
         verdicts: Seq[Verdict | None],
     ) -> None:
         full = []
-        taps = [output.taps[t] for t in self.taps]
+        taps_TND = stack(output.taps, self.taps)
         for seq, rows in zip(seqs, committed_rows(seqs, trees, output, verdicts), strict=True):
             if not rows or seq.params.k == 0:  # k = 0: it never proposes
                 continue
@@ -328,9 +326,8 @@ class EagleDrafter:
             if state is None:
                 state = self._states[seq.id] = _State(self._runner.new_cache())
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
-            state.pending.append(_taken(taps, rows))
-            state.n_pending += len(rows)
-            if state.n_pending > MAX_PENDING:
+            state.waiting.add(taps_TND, rows)
+            if state.waiting.rows > MAX_PENDING:
                 full.append((seq, state))
         if full:
             with torch.inference_mode():
@@ -342,20 +339,10 @@ class EagleDrafter:
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
         cached = sum(s.cache.nbytes for s in self._states.values())
-        waiting = [t for s in self._states.values() for piece in s.pending for t in piece]
-        storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, waiting)}
+        waiting: dict[int, int] = {}
+        for state in self._states.values():
+            waiting |= state.waiting.storages()
         return DrafterUsage(
             blocks_used=sum(rows),
-            bytes_total=self._weight_bytes + cached + sum(storages.values()),
+            bytes_total=self._weight_bytes + cached + sum(waiting.values()),
         )
-
-
-def _taken(taps: Seq[torch.Tensor], rows: range | list[int]) -> tuple[torch.Tensor, ...]:
-    """[n, D] of each tap. What holds little else is no copy: the whole pass is kept alive."""
-    if len(rows) == taps[0].shape[0]:
-        return tuple(taps)
-    if isinstance(rows, range):
-        parts = tuple(t[rows.start : rows.stop] for t in taps)
-        return parts if taps[0].shape[0] <= len(rows) + KEPT else tuple(t.clone() for t in parts)
-    index = torch.tensor(rows, device=taps[0].device)
-    return tuple(t.index_select(0, index) for t in taps)

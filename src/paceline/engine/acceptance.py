@@ -3,13 +3,14 @@
 Chains: the acceptance of each position, given that those before it were accepted. Trees:
 accepted nodes by size. Every estimate is shrunk towards a more general one (Beta prior with
 its mean): a request's towards all requests' with the same drafter and bucket, that one
-towards the drafter's, and a position's towards the position before it. Counts decay, so
-that estimates follow a drift.
+towards what the next smaller bucket promises or the drafter's, and a position's towards the
+position before it. Counts decay, so that estimates follow a drift.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from paceline.draft.base import Arm
@@ -19,6 +20,9 @@ PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 #: Trials that the more general estimate weighs against a request's own, and against a
 #: bucket's.
 OWN_WEIGHT = 6.0
+#: Refusals in a bucket, before anything is known of it, for each in the next smaller one: of
+#: n-grams whose match is twice as long half are refused or fewer (docs/measurements.md).
+SAFER = 0.5
 #: What a round keeps of older counts: of one request, and of all.
 OWN_KEEP, POOL_KEEP = 0.96, 0.995
 #: Positions told apart; deeper ones count as the last.
@@ -51,7 +55,7 @@ class ChainEstimate:
 
     def alphas(self, most: int) -> list[float]:
         """Acceptance of the first `most` positions, each given the ones before it."""
-        general = self._parent.alphas(most) if self._parent else None
+        general = self._general(most)
         found: list[float] = []
         for i in range(most):
             at = min(i, DEPTH - 1)
@@ -65,6 +69,10 @@ class ChainEstimate:
             found.append((self._hits[at] + self._weight * prior) / tries)
         return found
 
+    def _general(self, most: int) -> list[float] | None:
+        """What the more general estimate says of the same positions."""
+        return self._parent.alphas(most) if self._parent else None
+
     def gains(self, most: int) -> list[float]:
         reach, found = 1.0, []
         for alpha in self.alphas(most):
@@ -74,6 +82,24 @@ class ChainEstimate:
 
     def summary(self) -> list[float]:
         return self.alphas(8)
+
+
+class BucketEstimate(ChainEstimate):
+    """Of all requests, in one bucket. pools: the drafter's other buckets."""
+
+    def __init__(self, bucket: int, pools: Mapping[int, Estimate], drafter: ChainEstimate) -> None:
+        super().__init__(drafter, POOL_KEEP, OWN_WEIGHT)
+        self._bucket, self._pools = bucket, pools
+
+    def _general(self, most: int) -> list[float] | None:
+        """The next smaller bucket's acceptance, raised; the drafter's in the smallest one."""
+        smaller = max((b for b in self._pools if b < self._bucket), default=None)
+        if smaller is None:
+            return super()._general(most)
+        below = self._pools[smaller]
+        assert isinstance(below, ChainEstimate)
+        left = SAFER ** (self._bucket - smaller)
+        return [1.0 - left * (1.0 - a) for a in below.alphas(most)]
 
 
 class TreeEstimate:
@@ -129,7 +155,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._drafters: dict[str, Estimate] = {}
-        self._pools: dict[tuple[str, int], Estimate] = {}
+        self._pools: dict[str, dict[int, Estimate]] = {}
         self._own: dict[int, dict[tuple[str, int], Estimate]] = {}
 
     def of(self, seq_id: int, arm: Arm) -> Estimate:
@@ -138,18 +164,27 @@ class Acceptance:
         if key not in own:
             if arm.drafter not in self._drafters:
                 self._drafters[arm.drafter] = _new(arm.tree, None, POOL_KEEP, PRIOR_WEIGHT)
-            general = self._drafters[arm.drafter]
-            if arm.bucket == 0:  # nothing sets it apart from the drafter's other rounds
-                self._pools[key] = general
-            elif key not in self._pools:
-                self._pools[key] = _new(arm.tree, general, POOL_KEEP, OWN_WEIGHT)
-            own[key] = _new(arm.tree, self._pools[key], OWN_KEEP, OWN_WEIGHT)
+            own[key] = _new(arm.tree, self._pool(arm), OWN_KEEP, OWN_WEIGHT)
         return own[key]
+
+    def _pool(self, arm: Arm) -> Estimate:
+        """All requests' rounds in the arm's bucket."""
+        general = self._drafters[arm.drafter]
+        if arm.bucket == 0:  # nothing sets it apart from the drafter's other rounds
+            return general
+        pools = self._pools.setdefault(arm.drafter, {})
+        if arm.bucket not in pools:
+            pools[arm.bucket] = (
+                BucketEstimate(arm.bucket, pools, general)
+                if isinstance(general, ChainEstimate)
+                else _new(True, general, POOL_KEEP, OWN_WEIGHT)
+            )
+        return pools[arm.bucket]
 
     def update(self, seq_id: int, arm: Arm, drafted: int, accepted: int) -> None:
         self.of(seq_id, arm).update(drafted, accepted)
         if arm.bucket:
-            self._pools[arm.drafter, arm.bucket].update(drafted, accepted)
+            self._pools[arm.drafter][arm.bucket].update(drafted, accepted)
         self._drafters[arm.drafter].update(drafted, accepted)
 
     def forget(self, seq_id: int) -> None:

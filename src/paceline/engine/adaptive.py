@@ -22,7 +22,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from paceline.core.latency import Profile, mode_of
-from paceline.draft.base import Arm, Drafter, arms_of, blind
+from paceline.draft.base import Arm, Drafter, arms_of, blind, names_of
 from paceline.draft.coupling import unsteady
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.costs import Costs, Work
@@ -44,8 +44,9 @@ CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 #: Rounds that a new drafter's trial lasts. It may begin with reading a prompt where that takes
 #: no larger share of what is left of the request.
 TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
-#: Plain steps that are all measured; of later ones, every so many.
-MEASURED, SAMPLED = 32, 8
+#: Plain steps that are all measured. Of later ones so many that it takes no larger share of
+#: their time, and one in so many at least.
+MEASURED, LOOKING, RAREST = 32, 0.002, 32
 
 
 class AdaptivePolicy:
@@ -65,6 +66,7 @@ class AdaptivePolicy:
         self._purse = Purse(self.config)
         self.ledger = self._purse.ledger
         self._drafter = drafter
+        self._untried = list(names_of(drafter))
         self._clock = clock
         self._lengths = Lengths()
         self._rates = Rates()
@@ -75,6 +77,7 @@ class AdaptivePolicy:
         self._settled: Plan | None = None
         self._thinking = 0.0
         self._learning = 0.0  # what looking at the last round took
+        self._look_in = 0  # plain steps until one is looked at again
         self._course = Course()
         self._kept = False  # whether this round goes on with a choice to draft
         self._tally = Tally()
@@ -84,23 +87,30 @@ class AdaptivePolicy:
     def budgets(self, seqs: Seq[Sequence]) -> list[int]:
         start = self._clock()
         self._probing, self._kept = None, False
-        self._plan = plan = self._rest(seqs) or self._decide(seqs)
+        self._plan = plan = self._unchanged(seqs) or self._decide(seqs)
         self._thinking = self._clock() - start
         return [plan.choices[s.id].budget for s in seqs]
 
-    def _rest(self, seqs: Seq[Sequence]) -> Plan | None:
-        """A plain decision that still holds for the same sequences, at the least expense: these
-        are most rounds of a text on which nothing pays."""
-        course = self._course
-        if not course.blind or course.plan is None:
-            return None
-        if list(course.plan.choices) != [s.id for s in seqs]:
-            return None
-        if any(s.pending > 1 for s in seqs):
+    def _unchanged(self, seqs: Seq[Sequence]) -> Plan | None:
+        """A plain decision for the same sequences once more, where nothing that anybody sees
+        could change it: at the least expense, as these are most rounds of a text on which nothing
+        pays."""
+        known, course = self._settled, self._course
+        if known is None or len(known.choices) != len(seqs):
             return None
         for s in seqs:
-            self._lengths.note(s.id, s.n_output)
-        return self._held(seqs, self._plain(seqs), {})
+            if s.id not in known.choices or s.pending > 1:
+                return None
+        if not self._trying() and not self._purse.solvent(course.plain):
+            course.stop_drafting()
+            self._probes.unasked += 1
+            return known
+        return self._held(seqs, known, {}) if course.holds_blindly(known) else None
+
+    def _trying(self) -> bool:
+        """Whether any drafter's trial is not over: room may be made for it."""
+        self._untried = [name for name in self._untried if self._on_trial(name)]
+        return bool(self._untried)
 
     def limit(self, most: int) -> None:
         """Change the largest budget."""
@@ -116,7 +126,7 @@ class AdaptivePolicy:
         choices = base.choices
         free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
         for s in free:
-            self._lengths.note(s.id, s.n_output)
+            self._lengths.note(s)
         # A step that reads a prompt is long: nothing that it could bring is worth the doubt
         # that it would throw on what a plain step takes.
         reading = any(s.pending > 1 for s in seqs)
@@ -135,6 +145,7 @@ class AdaptivePolicy:
         start = self._clock()
         base = self._choices.plan(seqs, choices)
         self._purse.scale(base.seconds)
+        self._purse.spend()
         chosen = self._best(seqs, free, arms, base)
         plan = self._with_probe(seqs, free, arms, base, chosen)
         self._course.decided(self._clock() - start, base.seconds)
@@ -215,6 +226,7 @@ class AdaptivePolicy:
                 for name in {c.arm.drafter for c in plan.choices.values() if c.free and c.arm}:
                     self._probes.of(name).adopted()
                 return plan
+            self._purse.save_for(plan.seconds, base.seconds)
         return base
 
     def _permitted(self, plan: Plan, base: Plan, who: Seq[Sequence]) -> bool:
@@ -264,7 +276,7 @@ class AdaptivePolicy:
                 self._probing = (seq.id, name)
                 self._tally.probes += 1
                 return plan
-            probe.postponed()
+            probe.postponed(self._purse.rounds_until(plan.seconds, base.seconds))
         return chosen
 
     # -- learning ---------------------------------------------------------------------------
@@ -272,13 +284,16 @@ class AdaptivePolicy:
     def observe(self, done: Round) -> None:
         start = self._clock()
         plain = self._plan is not None and self._plan is self._settled and not done.reads
-        if plain and self.costs.plain_steps > MEASURED and self._tally.plain % SAMPLED:
-            # Of many plain steps each tells little: measuring costs time, too.
-            self._tally.add([0] * len(done.parts), set())
+        if plain and self._look_in > 0:
+            self._look_in -= 1
+            self._tally.add_plain(len(done.parts))
             self._record_plain(done)
-        else:
-            self._observe(done)
+            self._learning = self._clock() - start
+            return
+        self._observe(done)
         self._learning = self._clock() - start
+        if plain and self.costs.plain_steps > MEASURED:
+            self._look_in = min(int(self._learning / (LOOKING * done.seconds)), RAREST - 1)
 
     def _record_plain(self, done: Round) -> None:
         """A plain step: it took what a plain step takes, and what deciding took. Keeping drafter

@@ -17,7 +17,7 @@ from paceline.types import Sequence
 
 #: Share of a round's time that weighing the choices may take; the rounds that a decision holds for
 #: at most, a plain one and one to draft.
-THINKING, LONGEST_REST, LONGEST_COURSE = 0.004, 64, 8
+THINKING, LONGEST_REST, LONGEST_COURSE = 0.002, 64, 8
 
 
 @dataclass
@@ -58,6 +58,17 @@ class Course:
 
     def end(self) -> None:
         self.rounds = 0
+
+    def holds_blindly(self, plain: Plan) -> bool:
+        """Whether it is this one, for the same sequences, and nobody need be asked about it."""
+        if not self.blind or self.plan is None:
+            return False
+        return self.plan.choices.keys() == plain.choices.keys()
+
+    def stop_drafting(self) -> None:
+        """What is left of a decision to draft does not hold; a plain one does."""
+        if self.plan is not None and self.plan.work.extra:
+            self.end()
 
     def add(self, seconds: float, plain: float) -> None:
         """A round that drafted, and what plain decoding takes for its tokens."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from paceline.engine.costs import size_class
+from paceline.types import Sequence
 
 #: Rounds until a refused drafter is tried again: at first, and at most.
 FIRST_WAIT, LONGEST_WAIT = 16, 4096
@@ -34,13 +35,14 @@ class Probe:
     def size(self) -> int:
         return PROBE + self.streak
 
-    def refused(self) -> None:
-        """A round in which the drafter could have proposed and was not asked."""
-        self.wait -= 1
+    def refused(self, rounds: int = 1) -> None:
+        """Rounds in which the drafter could have proposed and was not asked."""
+        self.wait -= rounds
 
-    def postponed(self) -> None:
-        """It was due, but the ledger had no room: asking again costs a decision, too."""
-        self.wait = max(self.wait, FIRST_WAIT)
+    def postponed(self, rounds: int) -> None:
+        """It was due, but the ledger has no room for so many rounds: asking again costs a
+        decision, too."""
+        self.wait = max(self.wait, rounds, FIRST_WAIT)
 
     def done(self, paid: bool, cost: float) -> None:
         """A probe's outcome, and what it cost in plain steps. One that paid is followed by
@@ -60,8 +62,9 @@ class Probe:
 
 @dataclass
 class Probes:
-    """By drafter."""
+    """By drafter. unasked: rounds since the last `pass_over` in which nobody was asked."""
 
+    unasked: int = 0
     _known: dict[str, Probe] = field(default_factory=dict)
 
     def of(self, drafter: str) -> Probe:
@@ -71,7 +74,8 @@ class Probes:
         """A round in which none of these was asked; whether one is due now."""
         probes = [self.of(name) for name in drafters]
         for probe in probes:
-            probe.refused()
+            probe.refused(1 + self.unasked)
+        self.unasked = 0
         return any(probe.due for probe in probes)
 
 
@@ -80,14 +84,17 @@ class Lengths:
     """Output lengths of requests, running and ended."""
 
     mean: float | None = None
-    _known: dict[int, int] = field(default_factory=dict)
+    _running: dict[int, Sequence] = field(default_factory=dict)
 
-    def note(self, seq_id: int, n_output: int) -> None:
-        self._known[seq_id] = n_output
+    def note(self, seq: Sequence) -> None:
+        """A request that has begun to answer."""
+        self._running[seq.id] = seq
 
     def forget(self, seq_id: int) -> None:
-        n = self._known.pop(seq_id, 0)
-        if n > 0:
+        """It has ended."""
+        seq = self._running.pop(seq_id, None)
+        if seq is not None:
+            n = seq.n_output
             self.mean = n if self.mean is None else 0.9 * self.mean + 0.1 * n
 
     def remaining(self, n_output: int, max_tokens: int) -> float:

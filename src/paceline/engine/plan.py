@@ -5,6 +5,7 @@ A round is worth E[tokens] - lambda E[seconds] (`engine.adaptive`); lambda is ca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -77,25 +78,29 @@ class Choices:
         arms: dict[int, list[Arm]],
         base: Plan,
         price: float,
-    ) -> list[Plan]:
+    ) -> Iterator[Plan]:
         """Rounds in which some of `free` are drafted for and that beat `base`, a plain one, the
-        most valuable first."""
+        most valuable first; for one sequence cheaper ones behind it, should it cost too much."""
         work = base.work
         most = sum(max((a.most for a in arms[s.id]), default=0) for s in free)
         by_rows = self.costs.per_row(len(seqs), work.contexts, most, work.mode)
         picked, gains = self._pick(free, arms, by_rows, price, base)
-        plans = []
+        floor = -price * base.seconds
         if len(picked) == 1:
             ((i, arm),) = picked.items()
             drafting = self._drafting(arm, len(gains[i]), work, base.choices[i].mode)
             k, _ = best_length(gains[i], drafting, by_rows, price)
-            plans.append(self._price(seqs, picked, {i: k}, gains, base, price))
+            while k > 0:
+                plan = self._price(seqs, picked, {i: k}, gains, base, price)
+                if plan.value > floor:
+                    yield plan
+                k //= 2
         elif picked:
+            plans = []
             for cap in caps(max(len(g) for g in gains.values())):
                 budgets = spread({i: g[:cap] for i, g in gains.items()}, by_rows, price)
                 plans.append(self._price(seqs, picked, budgets, gains, base, price))
-        floor = -price * base.seconds
-        return sorted((p for p in plans if p.value > floor), key=lambda p: -p.value)
+            yield from sorted((p for p in plans if p.value > floor), key=lambda p: -p.value)
 
     def _pick(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.engine.ledger import Ledger
 from paceline.errors import UserError
 
-#: A round may take what it is expected to, times this.
-MARGIN = 1.25
+#: What a round may take: what it is expected to take beyond a plain step, times this, and a plain
+#: step times that.
+MARGIN, SLACK = 1.25, 1.1
 #: Plain steps without whose time nothing is worth deciding.
-LEAST_ROOM = 0.5
+LEAST_ROOM = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class AdaptiveConfig:
     losses)."""
 
     most: int = 8
-    eps: float = 0.02
+    eps: float = 0.015
     start: float = 2.0
     trial: float = 24.0
     credit: float = 256.0
@@ -43,6 +45,7 @@ class Purse:
         self.ledger = Ledger(config.eps)
         self._config = config
         self._granted: dict[str, float] = {}
+        self._saving = 0.0  # room that the cheapest round wants which was refused
 
     def scale(self, plain: float) -> None:
         """What is given in plain steps, in seconds; never lowered."""
@@ -52,19 +55,40 @@ class Purse:
     def solvent(self, plain: float) -> bool:
         """Whether there may be room for anything. Where there is none, deciding would only cost
         what could become room."""
-        return self.ledger.room() >= LEAST_ROOM * plain
+        return self.ledger.room() >= max(LEAST_ROOM * plain, self._saving)
+
+    def spend(self) -> None:
+        """A decision begins: what rounds it refuses is not known yet."""
+        self._saving = 0.0
+
+    def save_for(self, seconds: float, plain: float) -> None:
+        """A round of so many seconds would pay and was refused: nothing is worth deciding before
+        there is room for it, or for a cheaper one of which the same was said."""
+        wanted = _most(seconds, plain) - (1.0 + self._config.eps) * plain
+        self._saving = min(self._saving, wanted) if self._saving else wanted
+
+    def rounds_until(self, seconds: float, plain: float) -> int:
+        """Plain steps after which there will be room for a round that is refused now."""
+        eps = self._config.eps
+        missing = _most(seconds, plain) - (1.0 + eps) * plain - self.ledger.room()
+        return math.ceil(max(missing, 0.0) / (eps * plain))
 
     def permits(self, seconds: float, plain: float) -> bool:
         """Whether there is room for a round of so many seconds, where a plain step takes
         `plain`."""
-        return self.ledger.permits(MARGIN * seconds, plain)
+        return self.ledger.permits(_most(seconds, plain), plain)
 
     def admits(self, drafter: str, seconds: float, plain: float) -> bool:
         """The same for a round of a drafter on trial: room is made for it, once."""
-        missing = MARGIN * seconds - plain - self.ledger.room()
+        missing = _most(seconds, plain) - plain - self.ledger.room()
         granted = self._granted.get(drafter, 0.0)
         if granted + missing > self._config.trial * plain:
             return False
         self._granted[drafter] = granted + missing
         self.ledger.grant(missing)
         return True
+
+
+def _most(seconds: float, plain: float) -> float:
+    """What a round may take of which so much is expected, where a plain step takes `plain`."""
+    return SLACK * plain + MARGIN * (seconds - plain)

@@ -24,6 +24,12 @@ class Tally:
         self.plain += not drafters
         self.since_plain = self.since_plain + 1 if drafters else 0
 
+    def add_plain(self, sequences: int) -> None:
+        """A round in which nobody proposed, for so many sequences."""
+        self.drafted[0] += sequences
+        self.plain += 1
+        self.since_plain = 0
+
     def as_dict(self) -> dict[str, object]:
         return {
             "plain_rounds": self.plain,

@@ -7,6 +7,7 @@ D hidden width, L layers, K key/value heads, E head size, S cache slots.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -120,6 +121,33 @@ def pack(groups: Seq[RowGroup], block_size: int) -> Batch:
     )
 
 
+class Stacked(Mapping[int, torch.Tensor]):
+    """Taps that lie in one tensor, states_TND, in the order of `ids`."""
+
+    __slots__ = ("ids", "states_TND")
+
+    def __init__(self, ids: tuple[int, ...], states_TND: torch.Tensor) -> None:
+        self.ids, self.states_TND = ids, states_TND
+
+    def __getitem__(self, tap: int) -> torch.Tensor:
+        if tap not in self.ids:
+            raise KeyError(tap)
+        return self.states_TND[self.ids.index(tap)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def stack(taps: Mapping[int, torch.Tensor], ids: tuple[int, ...]) -> torch.Tensor:
+    """[T, N, D]: these taps; no copy where they lie like that."""
+    if isinstance(taps, Stacked) and taps.ids == ids:
+        return taps.states_TND
+    return torch.stack([taps[i] for i in ids])
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetOutput:
     """logits_RV: float32, one row per `Batch.wanted_R`; taps[i]: [N, D] hidden states that
@@ -127,7 +155,7 @@ class TargetOutput:
     rows of all sequences: those of sequence b are [starts_B1[b], starts_B1[b + 1])."""
 
     logits_RV: torch.Tensor
-    taps: dict[int, torch.Tensor] = field(default_factory=dict)
+    taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
     starts_B1: Int32 = field(default_factory=lambda: np.zeros(1, np.int32))
 
 

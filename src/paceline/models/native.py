@@ -31,6 +31,7 @@ from paceline.models.base import (
     LayerMask,
     ModelInfo,
     Numerics,
+    Stacked,
     TargetOutput,
 )
 from paceline.models.config import DecoderConfig, from_gguf, from_hf
@@ -275,8 +276,6 @@ class NativeModel:
         if bad:
             raise ValueError(f"tap {bad[0]} is not a layer of {c.n_layers}")
         tapped_TND = torch.empty((len(taps), n, c.hidden_size), dtype=torch.float32)
-        arrays = dict(zip(taps, tapped_TND.numpy(), strict=True))
-        final = arrays.pop(FINAL, None)
         run_attention, run_mlp = self._masks(layer_mask)
         if n:
             self._model.forward(
@@ -291,9 +290,8 @@ class NativeModel:
                 wanted=batch.wanted_R,
                 kv=kv.flat,
                 logits=logits.numpy(),
-                tap_layers=list(arrays),
-                taps=list(arrays.values()),
-                final_tap=final,
+                tap_layers=taps,
+                taps=tapped_TND.numpy() if taps else None,
                 run_attention=run_attention,
                 run_mlp=run_mlp,
             )
@@ -301,7 +299,7 @@ class NativeModel:
             full = torch.full((len(logits), c.vocab_size), -torch.inf)
             full[:, torch.from_numpy(self.head_ids).long()] = logits
             logits = full
-        tapped = dict(zip(taps, tapped_TND, strict=True))
+        tapped = Stacked(taps, tapped_TND)
         return TargetOutput(logits_RV=logits, taps=tapped, starts_B1=batch.starts_B1)
 
     def _masks(

@@ -166,9 +166,10 @@ void Model::run_chunk(Chunk& c, int thread) {
   embed(c, thread);
   pool.barrier();
   for (std::size_t l = 0; l <= layers.size(); ++l) {
-    if (thread == 0 && pass.taps[l] != nullptr)  // x changes only after another barrier
-      std::memcpy(pass.taps[l] + static_cast<std::ptrdiff_t>(c.row0) * D, w.x.get(),
-                  size(c.rows) * size(D) * sizeof(float));
+    if (pass.taps[l] != nullptr) {  // x changes only after another barrier
+      const std::ptrdiff_t from = c.rows * thread / c.n_threads, to = c.rows * (thread + 1) / c.n_threads;
+      std::copy(w.x.get() + from * D, w.x.get() + to * D, pass.taps[l] + (c.row0 + from) * D);
+    }
     if (l == layers.size()) break;
     const int layer = static_cast<int>(l), phases = PHASES * layer;
     if (pass.run_attention == nullptr || pass.run_attention[l] != 0) {

@@ -49,7 +49,7 @@ struct Pass {
   const std::uint8_t* run_attention = nullptr;  // [L] or nullptr: all
   const std::uint8_t* run_mlp = nullptr;
   std::vector<float*> taps;                 // [L + 1]: [N, D] or nullptr
-  float* final_tap = nullptr;               // [N, D] or nullptr
+  float* final_tap = nullptr;               // [N, D] or nullptr; FINAL_TAP to Python
   float* logits = nullptr;                  // [n_wanted, head.n_out]
 };
 

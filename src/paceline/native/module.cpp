@@ -164,7 +164,7 @@ class PyModel {
                In1<std::int32_t> slots, In1<std::int32_t> starts, In1<std::int32_t> contexts,
                std::vector<In1<std::int32_t>> tables, int block_size, In1<std::int32_t> wanted,
                Out1<std::uint16_t> kv, Out2<float> logits, std::vector<int> tap_layers,
-               std::vector<Out2<float>> taps, std::optional<Out2<float>> final_tap,
+               std::optional<Out3<float>> taps,
                std::optional<Bytes> run_attention, std::optional<Bytes> run_mlp) {
     const Config& c = model_->config;
     const std::size_t n = tokens.size(), L = model_->layers.size(), V = static_cast<std::size_t>(model_->head.n_out);
@@ -192,17 +192,15 @@ class PyModel {
     p.logits = logits.data();
     check_rows(p, tables);
     p.taps.assign(L + 1, nullptr);
-    require(taps.size() == tap_layers.size(), "tap arrays differ in length");
-    const auto tap_ok = [&](const Out2<float>& t) {
-      return t.shape(0) == n && t.shape(1) == static_cast<std::size_t>(c.hidden);
-    };
-    for (std::size_t i = 0; i < taps.size(); ++i) {
-      require(tap_layers[i] >= 0 && tap_layers[i] <= static_cast<int>(L) && tap_ok(taps[i]), "bad tap");
-      p.taps[static_cast<std::size_t>(tap_layers[i])] = taps[i].data();
-    }
-    if (final_tap) {
-      require(tap_ok(*final_tap), "bad tap");
-      p.final_tap = final_tap->data();
+    const std::size_t hidden = static_cast<std::size_t>(c.hidden);
+    require(taps ? taps->shape(0) == tap_layers.size() && taps->shape(1) == n && taps->shape(2) == hidden
+                 : tap_layers.empty(),
+            "the taps have the wrong shape");
+    for (std::size_t i = 0; i < tap_layers.size(); ++i) {
+      const int layer = tap_layers[i];
+      require(layer >= FINAL_TAP && layer <= static_cast<int>(L), "no such layer to tap");
+      float* to = taps->data() + i * n * hidden;
+      (layer == FINAL_TAP ? p.final_tap : p.taps[static_cast<std::size_t>(layer)]) = to;
     }
     require((!run_attention || run_attention->size() == L) && (!run_mlp || run_mlp->size() == L),
             "layer mask has the wrong length");
@@ -340,7 +338,7 @@ NB_MODULE(_native, m) {
       .def("forward", &PyModel::forward, nb::kw_only(), nb::arg("tokens"), nb::arg("positions"),
            nb::arg("parents"), nb::arg("slots"), nb::arg("starts"), nb::arg("contexts"),
            nb::arg("tables"), nb::arg("block_size"), nb::arg("wanted"), nb::arg("kv"),
-           nb::arg("logits"), nb::arg("tap_layers"), nb::arg("taps"), nb::arg("final_tap") = nb::none(),
+           nb::arg("logits"), nb::arg("tap_layers"), nb::arg("taps") = nb::none(),
            nb::arg("run_attention") = nb::none(), nb::arg("run_mlp") = nb::none())
       .def("set_threads", &PyModel::set_threads)
       .def_prop_ro("threads", &PyModel::threads)

@@ -29,6 +29,7 @@ constexpr int SUPER_GROUPS = 8;  // groups that share one header
 constexpr int SPLIT = 256;       // key positions per attention work item
 constexpr int ATTEND_ROWS = 4;   // rows per attention work item, at most
 constexpr int MAX_GROUP = 64;    // query heads that share a key/value head, at most
+constexpr int FINAL_TAP = -1;    // not a layer: the states after the final norm
 constexpr int KEY_LANES = 16;    // slots whose keys are interleaved
 
 // A weight matrix [n_out, n_in] cut into tiles of 16 outputs; see layout.h for a tile's bytes.

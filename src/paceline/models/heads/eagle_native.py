@@ -120,7 +120,7 @@ class NativeEagle:
         found = self._layer.grow(
             caches=[a.cache for a in asks],
             tokens=np.array([t for a in asks for t in a.tokens], np.int32),
-            features=_joined([piece for a in asks for piece in a.taps], self._taps_width),
+            features=self._features([a.taps_NT for a in asks if a.taps_NT is not None]),
             count=[len(a.tokens) for a in asks],
             hidden=hidden_BD,
             depths=[a.depth for a in asks],
@@ -130,6 +130,11 @@ class NativeEagle:
         )
         rows = torch.from_numpy(hidden_BD)
         return [Grown(hidden_D, *parts) for hidden_D, parts in zip(rows, found, strict=True)]
+
+    def _features(self, parts_NT: Seq[torch.Tensor]) -> np.ndarray:
+        if not parts_NT:
+            return np.empty((0, self._taps_width), np.float32)
+        return _floats(parts_NT[0] if len(parts_NT) == 1 else torch.cat(list(parts_NT)))
 
     def _pass(
         self,
@@ -154,20 +159,6 @@ class NativeEagle:
             out=out_WD,
         )
         return torch.from_numpy(out_WD)
-
-
-def _joined(pieces: Seq[tuple[torch.Tensor, ...]], width: int) -> np.ndarray:
-    """The taps of consecutive rows side by side, [N, width]."""
-    rows_NT = np.empty((sum(len(p[0]) for p in pieces), width), np.float32)
-    at = 0
-    for piece in pieces:
-        n, left = len(piece[0]), 0
-        for tap_ND in piece:
-            right = left + tap_ND.shape[1]
-            rows_NT[at : at + n, left:right] = tap_ND.numpy()
-            left = right
-        at += n
-    return rows_NT
 
 
 def _floats(x: torch.Tensor) -> np.ndarray:

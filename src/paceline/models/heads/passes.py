@@ -42,8 +42,8 @@ class Part:
 class Ask:
     """A draft to grow behind the committed rows of `cache`.
 
-    tokens, taps: those of rows to append first, as `feed` takes them, each tap in pieces of
-    consecutive rows; none: hidden_D is the layer's output of the last committed row. depth:
+    tokens, taps_NT: those of rows to append first, as `feed` takes them; none: hidden_D is the
+    layer's output of the last committed row. depth:
     levels, 1 or more. heat: the temperature of the log-probabilities. end_ids: nothing is
     drafted behind these.
     """
@@ -51,7 +51,7 @@ class Ask:
     cache: Rows
     hidden_D: torch.Tensor | None = None
     tokens: Seq[int] = ()
-    taps: Seq[tuple[torch.Tensor, ...]] = ()
+    taps_NT: torch.Tensor | None = None
     depth: int
     heat: float = 1.0
     end_ids: frozenset[int] = frozenset()
