@@ -65,6 +65,7 @@ class SimDrafter(NoDrafter):
         self, names: Iterable[str], matches: Callable[[int, int], bool] = lambda i, n: True
     ) -> None:
         self.names = list(names)
+        self.drafters = dict.fromkeys(self.names)  # as a combination has them
         self.matches = matches
         self.fed: dict[int, int] = {}
         #: Length of the match, by output tokens.

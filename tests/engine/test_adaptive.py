@@ -179,6 +179,60 @@ def test_single_interruptions_do_not_stop_speculation() -> None:
     assert usage["rounds_by_drafter"]["ngram"] > 5 * usage["plain_rounds"]
 
 
+def test_what_was_refused_is_done_as_soon_as_there_is_room() -> None:
+    """Nothing may be lost at first, and weighing the choices takes as much as five plain steps
+    make room for: it is done once, and again when there is room for what it found."""
+    true, drafter = profile(), SimDrafter(["ngram"])
+    config = AdaptiveConfig(start=0.0, trial=0.0)
+    now, decisions, first = 0.0, [], []
+    policy = AdaptivePolicy(true, drafter, config, clock=lambda: now)
+    best, budgets = policy._best, policy.budgets
+
+    def slowly(*args):
+        nonlocal now
+        now += 5 * config.eps * 0.0103
+        decisions.append(1)
+        return best(*args)
+
+    def until_drafted(seqs):
+        found = budgets(seqs)
+        if any(found) and not first:
+            first.append(seqs[0].n_output)
+        return found
+
+    policy._best, policy.budgets = slowly, until_drafted
+    Simulation(true, drafter, lambda i, t, d: 1.0, policy, np.random.default_rng(1)).run(
+        [(0.0, 20, 200)]
+    )
+    # One row more takes 5 % longer: 0.1 + 1.25 * 0.05 of a plain step must be there.
+    wanted = 0.163 / config.eps
+    assert wanted < first[0] < wanted + 20
+    assert len(decisions) < 40
+
+
+def test_what_a_prompt_leaves_behind_is_not_charged() -> None:
+    """The first step behind a prompt takes three times as long, whoever takes it."""
+    true = profile()
+
+    def debt(factor: float) -> float:
+        policy = AdaptivePolicy(true, SimDrafter(["ngram"]), clock=lambda: 0.0)
+        rng, behind_prompt = np.random.default_rng(1), False
+        world = Simulation(true, policy._drafter, lambda i, t, d: 0.0, policy, rng)
+        world.speed = lambda t: factor if behind_prompt else 1.0
+        step = world.step
+
+        def stepped(running):
+            nonlocal behind_prompt
+            behind_prompt = running[0].n_output == 1
+            step(running)
+
+        world.step = stepped
+        world.run([(0.0, 20, 5)] * 30, max_batch=1)
+        return policy.ledger.debt
+
+    assert debt(3.0) == pytest.approx(debt(1.0), rel=0.05)
+
+
 def test_deciding_does_not_eat_the_room_to_act(monkeypatch) -> None:
     """A plain round's bookkeeping takes 0.8 % of it, a decision 2.4 %, more than eps; and every
     round sees a longer match. 2,000 tokens of text that is never copied use up the room; then

@@ -43,25 +43,28 @@ def test_in_a_mixed_batch_those_that_sample_pay_for_sampling() -> None:
     assert sampled - greedy == pytest.approx(1e-3 * sum(BUDGETS))
 
 
-def long_rounds(temperature: float, cost: DraftCost) -> int:
-    """Rounds of one request that draft more than one token."""
-    true, drafter = profile(model=cost), SimDrafter(["model"])
-    policy = AdaptivePolicy(true, drafter, clock=lambda: 0.0)
-    rng = np.random.default_rng(1)
-    run = Simulation(true, drafter, lambda i, t, d: 0.8, policy, rng, temperature=temperature)
-    run.run([(0.0, 8, 60)])
-    drafted = policy.usage()["drafted_histogram"]
-    assert isinstance(drafted, dict)
-    return sum(n for k, n in drafted.items() if int(k) > 1)
+def long_rounds(temperature: float, cost: DraftCost) -> float:
+    """Share of all rounds of ten requests that draft more than one token."""
+    long = rounds = 0
+    for seed in range(10):
+        true, drafter = profile(model=cost), SimDrafter(["model"])
+        policy = AdaptivePolicy(true, drafter, clock=lambda: 0.0)
+        rng = np.random.default_rng(seed)
+        run = Simulation(true, drafter, lambda i, t, d: 0.75, policy, rng, temperature=temperature)
+        run.run([(0.0, 8, 120)])
+        drafted = policy.usage()["drafted_histogram"]
+        assert isinstance(drafted, dict)
+        long += sum(n for k, n in drafted.items() if int(k) > 1)
+        rounds += sum(drafted.values())
+    return long / rounds
 
 
 def test_a_request_that_samples_drafts_less_where_sampling_is_dear() -> None:
-    """3 ms a token on top of 3: no second token pays. Whoever leaves that out drafts two and
-    three in ten rounds, until its corrections have seen enough."""
+    """3 ms a token on top of 3: no second token pays."""
     cost = replace(MODEL, sampling=3e-3)
-    assert long_rounds(0.0, cost) >= 10
-    assert long_rounds(1.0, cost) <= 3
-    assert long_rounds(1.0, MODEL) >= 10
+    assert long_rounds(0.0, cost) > 0.4
+    assert long_rounds(1.0, cost) < 0.15
+    assert long_rounds(1.0, MODEL) > 0.4
 
 
 def test_a_speed_up_is_never_more_than_tau():

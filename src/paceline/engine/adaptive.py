@@ -36,8 +36,9 @@ from paceline.types import Sequence
 
 #: Budget of requests whose text must not depend on times (`draft.coupling.unsteady`).
 STEADY_K = 4
-#: An interruption is charged up to so many times what the round was expected to take.
-TRIM = 3.0
+#: An interruption is charged up to so many times what the round was expected to take; behind a
+#: prompt nothing is, as every first step finds the caches full of it.
+TRIM, COLD_TRIM = 3.0, 1.0
 #: Plain steps before anything is drafted. Later ones keep the measure of what speculation is
 #: compared with: as many as may cost so much, and no more than every so many rounds.
 CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
@@ -78,6 +79,7 @@ class AdaptivePolicy:
         self._thinking = 0.0
         self._learning = 0.0  # what looking at the last round took
         self._look_in = 0  # plain steps until one is looked at again
+        self._cold = False  # whether the last round read a prompt
         self._course = Course()
         self._kept = False  # whether this round goes on with a choice to draft
         self._tally = Tally()
@@ -170,7 +172,7 @@ class AdaptivePolicy:
     def _held(self, seqs: Seq[Sequence], base: Plan, arms: dict[int, list[Arm]]) -> Plan | None:
         """The last decision once more; None where a new one is due."""
         course = self._course
-        if course.rounds and self._probes.pass_over(course.passed):
+        if course.rounds and (self._probes.pass_over(course.passed) or self._purse.saved):
             course.end()
         if not course.rounds or not course.goes_on(arms):
             return None
@@ -286,11 +288,13 @@ class AdaptivePolicy:
         plain = self._plan is not None and self._plan is self._settled and not done.reads
         if plain and self._look_in > 0:
             self._look_in -= 1
+            self._cold = False
             self._tally.add_plain(len(done.parts))
             self._record_plain(done)
             self._learning = self._clock() - start
             return
         self._observe(done)
+        self._cold = done.reads
         self._learning = self._clock() - start
         if plain and self.costs.plain_steps > MEASURED:
             self._look_in = min(int(self._learning / (LOOKING * done.seconds)), RAREST - 1)
@@ -317,7 +321,7 @@ class AdaptivePolicy:
         if self._kept and all(p.drafted == plan.choices[p.seq_id].budget for p in parts):
             # As it was chosen: what it costs was looked at then, and will be soon again.
             share, emitted = self._course.plain / len(parts), sum(p.emitted for p in parts)
-            seconds = min(done.seconds, TRIM * plan.seconds) + self._learning
+            seconds = self._trimmed(done, plan.seconds) + self._learning
             self.ledger.record(seconds, share * emitted)
             self._course.add(seconds, share * emitted)
             self._rates.add(len(parts), emitted, share, done.seconds)
@@ -326,11 +330,16 @@ class AdaptivePolicy:
         chosen = [plan.choices[p.seq_id] for p in parts]  # what was really done
         work = work_of(chosen, [p.drafted for p in parts], [p.context for p in parts])
         t_pass = max(done.t_target + done.t_other - self._thinking, 1e-9)
-        self.costs.observe(work, done.t_draft, t_pass)
+        if not self._cold:
+            self.costs.observe(work, done.t_draft, t_pass)
         self._accept(parts, plan)
         if ours:
             self._charge(parts, plan, work, done)
         self._judge_probe(parts, plan, work)
+
+    def _trimmed(self, done: Round, expected: float) -> float:
+        """Seconds of a round, as far as they are what was decided."""
+        return min(done.seconds, (COLD_TRIM if self._cold else TRIM) * expected)
 
     def _accept(self, parts: Seq[Part], plan: Plan) -> None:
         for p in parts:
@@ -350,7 +359,7 @@ class AdaptivePolicy:
             self._record_plain(done)
         else:
             expected = self.costs.of(work)
-            seconds = min(done.seconds, TRIM * expected) + self._learning
+            seconds = self._trimmed(done, expected) + self._learning
             if forced:
                 kept = tuple(0 if plan.choices[p.seq_id].free else p.drafted for p in parts)
                 without = self.costs.of(replace(work, budgets=kept)) / expected * seconds

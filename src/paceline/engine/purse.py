@@ -45,7 +45,7 @@ class Purse:
         self.ledger = Ledger(config.eps)
         self._config = config
         self._granted: dict[str, float] = {}
-        self._saving = 0.0  # room that the cheapest round wants which was refused
+        self._saving = 0.0  # room that the cheapest round wants which would pay and was refused
 
     def scale(self, plain: float) -> None:
         """What is given in plain steps, in seconds; never lowered."""
@@ -56,6 +56,11 @@ class Purse:
         """Whether there may be room for anything. Where there is none, deciding would only cost
         what could become room."""
         return self.ledger.room() >= max(LEAST_ROOM * plain, self._saving)
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is room now for what was refused."""
+        return 0.0 < self._saving <= self.ledger.room()
 
     def spend(self) -> None:
         """A decision begins: what rounds it refuses is not known yet."""
