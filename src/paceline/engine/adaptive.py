@@ -48,6 +48,8 @@ TRIAL_ROUNDS, TRIAL_SHARE = 5, 0.1
 #: Plain steps that are all measured. Of later ones so many that it takes no larger share of
 #: their time, and one in so many at least.
 MEASURED, LOOKING, RAREST = 32, 0.002, 32
+#: Rounds for which nothing is even asked, at most.
+QUIET = 16
 
 
 class AdaptivePolicy:
@@ -80,6 +82,7 @@ class AdaptivePolicy:
         self._learning = 0.0  # what looking at the last round took
         self._look_in = 0  # plain steps until one is looked at again
         self._cold = False  # whether the last round read a prompt
+        self._quiet = 0  # plain rounds to come, of the settled sequences, without a question
         self._course = Course()
         self._kept = False  # whether this round goes on with a choice to draft
         self._tally = Tally()
@@ -87,8 +90,13 @@ class AdaptivePolicy:
     # -- deciding ---------------------------------------------------------------------------
 
     def budgets(self, seqs: Seq[Sequence]) -> list[int]:
-        start = self._clock()
         self._probing, self._kept = None, False
+        if self._quiet > 0 and self._is_settled(seqs):
+            self._quiet, self._thinking = self._quiet - 1, 0.0
+            self._plan = self._settled
+            return [0] * len(seqs)
+        self._quiet = 0
+        start = self._clock()
         self._plan = plan = self._unchanged(seqs) or self._decide(seqs)
         self._thinking = self._clock() - start
         return [plan.choices[s.id].budget for s in seqs]
@@ -98,16 +106,24 @@ class AdaptivePolicy:
         could change it: at the least expense, as these are most rounds of a text on which nothing
         pays."""
         known, course = self._settled, self._course
-        if known is None or len(known.choices) != len(seqs):
+        if known is None or not self._is_settled(seqs) or any(s.pending > 1 for s in seqs):
             return None
-        for s in seqs:
-            if s.id not in known.choices or s.pending > 1:
-                return None
         if not self._trying() and not self._purse.solvent(course.plain):
             course.stop_drafting()
-            self._probes.unasked += 1
+            self._quiet = min(self._purse.rounds_until_solvent(course.plain), QUIET)
+            self._probes.unasked += 1 + self._quiet
             return known
-        return self._held(seqs, known, {}) if course.holds_blindly(known) else None
+        if not course.holds_blindly(known) or self._held(seqs, known, {}) is None:
+            return None
+        self._quiet = max(min(course.rounds, self._probes.wait(course.passed), QUIET) - 1, 0)
+        course.rounds -= self._quiet
+        self._probes.unasked += self._quiet
+        return known
+
+    def _is_settled(self, seqs: Seq[Sequence]) -> bool:
+        """Whether the last plain decision was for these sequences, all of them free."""
+        known = self._settled
+        return known is not None and list(known.choices) == [s.id for s in seqs]
 
     def _trying(self) -> bool:
         """Whether any drafter's trial is not over: room may be made for it."""
@@ -188,9 +204,8 @@ class AdaptivePolicy:
 
     def _plain(self, seqs: Seq[Sequence]) -> Plan:
         """What the requests themselves settle, nothing drafted beyond; not priced."""
-        ids = [s.id for s in seqs]
         known = self._settled
-        if known is not None and list(known.choices) == ids:
+        if known is not None and self._is_settled(seqs):
             return known
         choices = {s.id: self._given(s) for s in seqs}
         plan = self._choices.unpriced(seqs, choices)

@@ -70,6 +70,11 @@ class Probes:
     def of(self, drafter: str) -> Probe:
         return self._known.setdefault(drafter, Probe())
 
+    def wait(self, drafters: Iterable[str]) -> int:
+        """Rounds until one of these is due, if none of them is asked."""
+        waits = [self.of(name).wait - self.unasked for name in drafters]
+        return max(min(waits, default=LONGEST_WAIT), 0)
+
     def pass_over(self, drafters: Iterable[str]) -> bool:
         """A round in which none of these was asked; whether one is due now."""
         probes = [self.of(name) for name in drafters]

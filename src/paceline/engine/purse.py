@@ -55,7 +55,15 @@ class Purse:
     def solvent(self, plain: float) -> bool:
         """Whether there may be room for anything. Where there is none, deciding would only cost
         what could become room."""
-        return self.ledger.room() >= max(LEAST_ROOM * plain, self._saving)
+        return self.ledger.room() >= self._least(plain)
+
+    def rounds_until_solvent(self, plain: float) -> int:
+        """Plain steps until it is."""
+        missing = self._least(plain) - self.ledger.room()
+        return math.floor(missing / (self._config.eps * plain)) if plain > 0.0 else 0
+
+    def _least(self, plain: float) -> float:
+        return max(LEAST_ROOM * plain, self._saving)
 
     @property
     def saved(self) -> bool:
