@@ -10,7 +10,7 @@ matrix  humaneval, gsm8k, mt-bench (--data: a folder of such JSONL files), and t
 
 Plain and adaptive alternate (A B B A), their outputs are equally long, one policy decides for all
 requests of a part, as it would in a server. Ratios are tokens per second of adaptive over plain
-with a 95 % bootstrap interval. Predicted before measuring, from the ledger's bound (1.5 % of plain
+with a 95 % bootstrap interval. Predicted before measuring, from the ledger's bound (1 % of plain
 time, and 26 plain steps once):
 
 wrong   0.97 or more at both temperatures, tau 1.00 to 1.02

@@ -23,7 +23,7 @@ class AdaptiveConfig:
     losses)."""
 
     most: int = 8
-    eps: float = 0.015
+    eps: float = 0.01
     start: float = 2.0
     trial: float = 24.0
     credit: float = 256.0
