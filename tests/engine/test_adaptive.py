@@ -210,6 +210,18 @@ def test_what_was_refused_is_done_as_soon_as_there_is_room() -> None:
     assert len(decisions) < 40
 
 
+def test_what_others_were_refused_is_not_saved_for() -> None:
+    """Sixteen requests want more room for a round than one alone does."""
+    policy = AdaptivePolicy(profile(), SimDrafter(["ngram"]), clock=lambda: 0.0)
+    rng = np.random.default_rng(1)
+    world = Simulation(profile(), policy._drafter, lambda i, t, d: 0.9, policy, rng)
+    world.run([(0.0, 20, 30)], max_batch=1)
+    policy._purse.save_for(1e6, 0.01)
+    before = policy.usage()["plain_rounds"]
+    world.run([(world.now, 20, 1), (world.now, 20, 200)], max_batch=1)
+    assert policy.usage()["plain_rounds"] - before < 30
+
+
 def test_what_a_prompt_leaves_behind_is_not_charged() -> None:
     """The first step behind a prompt takes three times as long, whoever takes it."""
     true = profile()

@@ -252,6 +252,7 @@ def test_wrong_batches_are_value_errors() -> None:
     for changes, match in (
         ({"model_type": "gpt2"}, "gpt2"),
         ({"head_dim": 20}, "head size divisible by 16"),
+        ({"head_dim": 528}, "head size of at most 512, not 528"),
         ({"hidden_size": 72}, "hidden size divisible by 16"),
         ({"num_attention_heads": 65, "num_key_value_heads": 1}, "among 65 query heads"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),

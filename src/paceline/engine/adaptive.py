@@ -207,6 +207,7 @@ class AdaptivePolicy:
         known = self._settled
         if known is not None and self._is_settled(seqs):
             return known
+        self._purse.spend()  # what was refused was refused to others
         choices = {s.id: self._given(s) for s in seqs}
         plan = self._choices.unpriced(seqs, choices)
         # What a request's own k asks for changes from round to round.

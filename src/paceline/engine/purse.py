@@ -71,7 +71,7 @@ class Purse:
         return 0.0 < self._saving <= self.ledger.room()
 
     def spend(self) -> None:
-        """A decision begins: what rounds it refuses is not known yet."""
+        """A decision begins, or is made for others: what rounds it refuses is not known yet."""
         self._saving = 0.0
 
     def save_for(self, seconds: float, plain: float) -> None:
