@@ -184,7 +184,7 @@ def test_what_was_refused_is_done_as_soon_as_there_is_room() -> None:
     make room for: it is done once, and again when there is room for what it found."""
     true, drafter = profile(), SimDrafter(["ngram"])
     config = AdaptiveConfig(start=0.0, trial=0.0)
-    now, decisions, first = 0.0, [], []
+    now, decisions, drafted = 0.0, [], []
     policy = AdaptivePolicy(true, drafter, config, clock=lambda: now)
     best, budgets = policy._best, policy.budgets
 
@@ -196,8 +196,8 @@ def test_what_was_refused_is_done_as_soon_as_there_is_room() -> None:
 
     def until_drafted(seqs):
         found = budgets(seqs)
-        if any(found) and not first:
-            first.append(seqs[0].n_output)
+        if any(found):
+            drafted.append((seqs[0].n_output, found[0]))
         return found
 
     policy._best, policy.budgets = slowly, until_drafted
@@ -206,8 +206,10 @@ def test_what_was_refused_is_done_as_soon_as_there_is_room() -> None:
     )
     # One row more takes 5 % longer: 0.1 + 1.25 * 0.05 of a plain step must be there.
     wanted = 0.163 / config.eps
-    assert wanted < first[0] < wanted + 20
+    assert wanted < drafted[0][0] < wanted + 20
     assert len(decisions) < 40
+    # There was room for one node, more would have been worth more.
+    assert drafted[0][1] == 1 < drafted[1][1]
 
 
 def test_what_others_were_refused_is_not_saved_for() -> None:

@@ -41,8 +41,8 @@ class Arm:
 
 class Drafter(Protocol):
     """`name`: how it is chosen; `taps`: target layers whose input states it reads in
-    `observe`. Drafters keep their state by `Sequence.id` and never write a Sequence. `arms` and
-    `blind` may be there too, see `arms_of` and `blind`."""
+    `observe`. Drafters keep their state by `Sequence.id` and never write a Sequence. `arms`,
+    `blind` and `drafters` may be there too, see `arms_of`, `blind` and `names_of`."""
 
     name: str
     taps: tuple[int, ...]
@@ -100,7 +100,7 @@ def arms_of(drafter: Drafter, seq: Sequence) -> tuple[Arm, ...]:
 
 
 def names_of(drafter: Drafter) -> tuple[str, ...]:
-    """The drafters that its arms may name."""
+    """The drafters that its arms may name: those of a combination, or itself."""
     return tuple(getattr(drafter, "drafters", None) or (drafter.name,))
 
 

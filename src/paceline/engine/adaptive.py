@@ -21,9 +21,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from paceline.core.latency import Profile, mode_of
-from paceline.draft.base import Arm, Drafter, arms_of, blind, names_of
-from paceline.draft.coupling import unsteady
+from paceline.core.latency import Profile
+from paceline.draft.base import Arm, Drafter, blind, names_of
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.costs import Costs, Work
 from paceline.engine.course import Course
@@ -32,10 +31,9 @@ from paceline.engine.plan import Choice, Choices, Plan, work_of
 from paceline.engine.policy import Part, Round
 from paceline.engine.purse import AdaptiveConfig, Purse
 from paceline.engine.tally import Tally
+from paceline.engine.terms import Terms
 from paceline.types import Sequence
 
-#: Budget of requests whose text must not depend on times (`draft.coupling.unsteady`).
-STEADY_K = 4
 #: An interruption is charged up to so many times what the round was expected to take; behind a
 #: prompt nothing is, as every first step finds the caches full of it.
 TRIM, COLD_TRIM = 3.0, 1.0
@@ -63,10 +61,10 @@ class AdaptivePolicy:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config = config or AdaptiveConfig()
+        config = config or AdaptiveConfig()
         self.costs = Costs(profile)
         self.acceptance = Acceptance()
-        self._purse = Purse(self.config)
+        self._purse = Purse(config)
         self.ledger = self._purse.ledger
         self._drafter = drafter
         self._untried = list(names_of(drafter))
@@ -74,10 +72,10 @@ class AdaptivePolicy:
         self._lengths = Lengths()
         self._rates = Rates()
         self._choices = Choices(self.costs, self.acceptance, self._lengths)
+        self._terms = Terms(drafter, self._choices, config.most)
         self._probes = Probes()
         self._probing: tuple[int, str] | None = None
         self._plan: Plan | None = None
-        self._settled: Plan | None = None
         self._thinking = 0.0
         self._learning = 0.0  # what looking at the last round took
         self._look_in = 0  # plain steps until one is looked at again
@@ -91,9 +89,10 @@ class AdaptivePolicy:
 
     def budgets(self, seqs: Seq[Sequence]) -> list[int]:
         self._probing, self._kept = None, False
-        if self._quiet > 0 and self._is_settled(seqs):
+        if self._quiet > 0 and self._terms.stand(seqs):
             self._quiet, self._thinking = self._quiet - 1, 0.0
-            self._plan = self._settled
+            self._probes.unasked += 1
+            self._plan = self._terms.settled
             return [0] * len(seqs)
         self._quiet = 0
         start = self._clock()
@@ -105,25 +104,19 @@ class AdaptivePolicy:
         """A plain decision for the same sequences once more, where nothing that anybody sees
         could change it: at the least expense, as these are most rounds of a text on which nothing
         pays."""
-        known, course = self._settled, self._course
-        if known is None or not self._is_settled(seqs) or any(s.pending > 1 for s in seqs):
+        known, course = self._terms.settled, self._course
+        if known is None or not self._terms.stand(seqs) or any(s.pending > 1 for s in seqs):
             return None
         if not self._trying() and not self._purse.solvent(course.plain):
             course.stop_drafting()
             self._quiet = min(self._purse.rounds_until_solvent(course.plain), QUIET)
-            self._probes.unasked += 1 + self._quiet
+            self._probes.unasked += 1
             return known
         if not course.holds_blindly(known) or self._held(seqs, known, {}) is None:
             return None
         self._quiet = max(min(course.rounds, self._probes.wait(course.passed), QUIET) - 1, 0)
         course.rounds -= self._quiet
-        self._probes.unasked += self._quiet
         return known
-
-    def _is_settled(self, seqs: Seq[Sequence]) -> bool:
-        """Whether the last plain decision was for these sequences, all of them free."""
-        known = self._settled
-        return known is not None and list(known.choices) == [s.id for s in seqs]
 
     def _trying(self) -> bool:
         """Whether any drafter's trial is not over: room may be made for it."""
@@ -132,7 +125,7 @@ class AdaptivePolicy:
 
     def limit(self, most: int) -> None:
         """Change the largest budget."""
-        self.config = replace(self.config, most=most)
+        self._terms.most = most
 
     def route(self, seq: Sequence) -> str | None:
         """Which drafter shall propose for a sequence in this round; None where any may."""
@@ -140,7 +133,9 @@ class AdaptivePolicy:
         return choice.arm.drafter if choice and choice.free and choice.arm else None
 
     def _decide(self, seqs: Seq[Sequence]) -> Plan:
-        base = self._plain(seqs)
+        if not self._terms.stand(seqs):
+            self._purse.spend()  # what was refused was refused to others
+        base = self._terms.plain(seqs)
         choices = base.choices
         free = [s for s in seqs if choices[s.id].free and s.n_output > 0]
         for s in free:
@@ -153,7 +148,7 @@ class AdaptivePolicy:
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
         if self._tally.since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
             return base
-        arms = {s.id: self._arms(s) for s in free}
+        arms = {s.id: self._terms.arms(s) for s in free}
         held = self._held(seqs, base, arms)
         if held or not any(arms.values()):
             return held or base
@@ -179,7 +174,7 @@ class AdaptivePolicy:
         names = {a.drafter for many in arms.values() for a in many}
         if plan.work.extra:
             # Not a probe, a trial, or the reading of a prompt: these are done once.
-            reading = any(arm.lag > self.config.most + 1 for arm in drafting)
+            reading = any(arm.lag > self._terms.most + 1 for arm in drafting)
             if self._probing or reading or used & on_trial or not whole:
                 return
         passed = sorted(names - used - on_trial)
@@ -201,37 +196,6 @@ class AdaptivePolicy:
             course.end()
         self._kept = plan is not None
         return plan
-
-    def _plain(self, seqs: Seq[Sequence]) -> Plan:
-        """What the requests themselves settle, nothing drafted beyond; not priced."""
-        known = self._settled
-        if known is not None and self._is_settled(seqs):
-            return known
-        self._purse.spend()  # what was refused was refused to others
-        choices = {s.id: self._given(s) for s in seqs}
-        plan = self._choices.unpriced(seqs, choices)
-        # What a request's own k asks for changes from round to round.
-        self._settled = plan if all(c.free for c in choices.values()) else None
-        return plan
-
-    def _given(self, seq: Sequence) -> Choice:
-        """What the request itself settles: its own k, or a fixed one for a steady text."""
-        k, mode = seq.params.k, mode_of(seq.params.temperature)
-        if k is None and unsteady(seq.params):
-            k = min(STEADY_K, self.config.most)
-        if k is None:
-            return Choice(None, 0, True, mode)
-        arms = arms_of(self._drafter, seq) if k > 0 else ()
-        return Choice(arms[0] if arms else None, k, False, mode)
-
-    def _arms(self, seq: Sequence) -> list[Arm]:
-        """What may be drafted for a sequence, within its limits."""
-        left = seq.params.max_tokens - seq.n_output - 1
-        most = min(self.config.most, left)
-        if most <= 0:
-            return []
-        found = arms_of(self._drafter, seq)
-        return [a if a.most <= most else replace(a, most=most) for a in found if a.most > 0]
 
     def _best(
         self, seqs: Seq[Sequence], free: Seq[Sequence], arms: dict[int, list[Arm]], base: Plan
@@ -301,7 +265,7 @@ class AdaptivePolicy:
 
     def observe(self, done: Round) -> None:
         start = self._clock()
-        plain = self._plan is not None and self._plan is self._settled and not done.reads
+        plain = self._plan is not None and self._plan is self._terms.settled and not done.reads
         if plain and self._look_in > 0:
             self._look_in -= 1
             self._cold = False
@@ -413,7 +377,7 @@ class AdaptivePolicy:
         ledger = self.ledger
         return {
             "policy": "adaptive",
-            "k": self.config.most,
+            "k": self._terms.most,
             **self._tally.as_dict(),
             "acceptance": self.acceptance.summary(),
             "ledger_debt_s": round(ledger.debt, 6),

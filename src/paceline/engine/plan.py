@@ -16,10 +16,6 @@ from paceline.engine.explore import Lengths
 from paceline.engine.weigh import best_length, caps, spread
 from paceline.types import Sequence
 
-#: Tokens that a round must promise for each sequence, more than a plain step is worth: of many
-#: estimates the best looks better than it is, and what is expected to gain nothing costs time.
-HURDLE = 0.04
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -89,7 +85,7 @@ class Choices:
         most = sum(max((a.most for a in arms[s.id]), default=0) for s in free)
         by_rows = self.costs.per_row(len(seqs), work.contexts, most, work.mode)
         picked, gains = self._pick(free, arms, by_rows, price, base)
-        floor = HURDLE * len(seqs) - price * base.seconds
+        floor = -price * base.seconds
         if len(picked) == 1:
             ((i, arm),) = picked.items()
             drafting = self._drafting(arm, len(gains[i]), work, base.choices[i].mode)

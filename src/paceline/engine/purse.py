@@ -32,7 +32,7 @@ class AdaptiveConfig:
         if not 0 <= self.most <= 64:
             raise UserError(f"k = {self.most} is out of range: use 0 to 64")
         if not 0.0 < self.eps <= 1.0:
-            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.02")
+            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.01")
         for name in ("start", "trial", "credit"):
             if getattr(self, name) < 0.0:
                 raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")
@@ -77,14 +77,17 @@ class Purse:
     def save_for(self, seconds: float, plain: float) -> None:
         """A round of so many seconds would pay and was refused: nothing is worth deciding before
         there is room for it, or for a cheaper one of which the same was said."""
-        wanted = _most(seconds, plain) - (1.0 + self._config.eps) * plain
+        wanted = self._wanted(seconds, plain)
         self._saving = min(self._saving, wanted) if self._saving else wanted
 
     def rounds_until(self, seconds: float, plain: float) -> int:
         """Plain steps after which there will be room for a round that is refused now."""
-        eps = self._config.eps
-        missing = _most(seconds, plain) - (1.0 + eps) * plain - self.ledger.room()
-        return math.ceil(max(missing, 0.0) / (eps * plain))
+        missing = self._wanted(seconds, plain) - self.ledger.room()
+        return math.ceil(max(missing, 0.0) / (self._config.eps * plain))
+
+    def _wanted(self, seconds: float, plain: float) -> float:
+        """Room that a round wants (`Ledger.permits`)."""
+        return _most(seconds, plain) - (1.0 + self._config.eps) * plain
 
     def permits(self, seconds: float, plain: float) -> bool:
         """Whether there is room for a round of so many seconds, where a plain step takes

@@ -17,6 +17,18 @@ inline std::size_t attend_floats(int n_heads, int head_size) {
          heads * (static_cast<std::size_t>(head_size) + 4);
 }
 
+// Slots of the n keys of a split, in order of position: those of the committed prefix, then those of
+// `own`. They go to `room` where they don't lie in one piece.
+inline const std::int32_t* split_slots(const std::int32_t* committed, int n_committed, const std::int32_t* own,
+                                       int split, int n, std::int32_t* room) {
+  const int first = split * SPLIT;
+  if (first + n <= n_committed) return committed + first;
+  const int before = std::max(n_committed - first, 0);
+  if (before > 0) std::copy_n(committed + first, before, room);
+  std::copy_n(own + (first + before - n_committed), n - before, room + before);
+  return room;
+}
+
 // One key/value head (job's keys, values, n_heads, head_size and scratch are set; scratch holds
 // attend_floats) and at most ATTEND_ROWS rows. For row r < n: keys(r) of them, query(r) and
 // out(r) [G, E], slots(r, split, n_keys) where a split's keys are.

@@ -8,6 +8,9 @@
 // Queries at once, as many as the registers hold.
 constexpr int QUERIES = PACELINE_BLOCK > 4 ? 12 : 2;
 
+// Rows of scores that are exponentiated at once.
+constexpr int CHAINS = PACELINE_BLOCK > 4 ? 4 : 2;
+
 // Vectors of a value that so many queries take at once: their sums fill the registers, too.
 constexpr int value_vectors(int queries) { return queries <= 6 ? 4 : 2; }
 
@@ -16,6 +19,18 @@ inline bool consecutive(const std::int32_t* slots) {
   constexpr std::int32_t COUNT[KEY_LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const I from_first = iadd(iload(slots), iset1(-slots[0]));
   return __builtin_memcmp(&from_first, COUNT, sizeof COUNT) == 0;
+}
+
+// block(Count<Q>, at) for n queries, as many at once as there are registers for.
+template <int Q>
+struct Count {
+  static constexpr int value = Q;
+};
+template <int Q, class Block>
+void each_block(int n, int at, const Block& block) {
+  for (; n >= Q; n -= Q, at += Q) block(Count<Q>{}, at);
+  if constexpr (Q > 1)
+    if (n > 0) each_block<Q - 1>(n, at, block);
 }
 
 // How many of n slots follow one another from the first on.
@@ -59,28 +74,6 @@ ALWAYS_INLINE void score_block(const std::uint16_t* keys, int head_size, const f
   for (int j = 0; j < Q; ++j) store(scores + j * SCORE_STRIDE, add(even[j], odd[j]));
 }
 
-// The same for n queries.
-void score_blocks(const std::uint16_t* keys, int head_size, int n, const float* q, float* scores) {
-  for (; n > 0; n -= QUERIES, q += QUERIES * QUERY_STRIDE, scores += QUERIES * SCORE_STRIDE) {
-    switch (n) {
-      case 1: return score_block<1>(keys, head_size, q, scores);
-#if PACELINE_BLOCK > 4
-      case 2: return score_block<2>(keys, head_size, q, scores);
-      case 3: return score_block<3>(keys, head_size, q, scores);
-      case 4: return score_block<4>(keys, head_size, q, scores);
-      case 5: return score_block<5>(keys, head_size, q, scores);
-      case 6: return score_block<6>(keys, head_size, q, scores);
-      case 7: return score_block<7>(keys, head_size, q, scores);
-      case 8: return score_block<8>(keys, head_size, q, scores);
-      case 9: return score_block<9>(keys, head_size, q, scores);
-      case 10: return score_block<10>(keys, head_size, q, scores);
-      case 11: return score_block<11>(keys, head_size, q, scores);
-#endif
-      default: score_block<QUERIES>(keys, head_size, q, scores);
-    }
-  }
-}
-
 // out[j][0, 16 VECTORS) += sum over p of weights[j][p] * values[p], p in order; the n values, of E
 // components each, follow one another. fresh: the sums begin with these.
 template <int Q, int VECTORS>
@@ -106,19 +99,14 @@ ALWAYS_INLINE void value_block(const std::uint16_t* values, int n, int head_size
     for (int v = 0; v < VECTORS; ++v) store(out[j] + first + 16 * v, acc[j][v]);
 }
 
-// The same for n queries and all components.
+// The same for all components.
 template <int Q>
-void value_blocks(const std::uint16_t* values, int n_keys, int head_size, bool fresh, int n,
-                  const float* weights, float* const* out) {
+ALWAYS_INLINE void value_row(const std::uint16_t* values, int n, int head_size, bool fresh,
+                             const float* weights, float* const* out) {
   constexpr int V = value_vectors(Q);
-  for (; n >= Q; n -= Q, weights += Q * SCORE_STRIDE, out += Q) {
-    int e = 0;
-    for (; e + 16 * V <= head_size; e += 16 * V)
-      value_block<Q, V>(values, n_keys, head_size, fresh, weights, out, e);
-    for (; e < head_size; e += 16) value_block<Q, 1>(values, n_keys, head_size, fresh, weights, out, e);
-  }
-  if constexpr (Q > 1)
-    if (n > 0) value_blocks<Q - 1>(values, n_keys, head_size, fresh, n, weights, out);
+  int e = 0;
+  for (; e + 16 * V <= head_size; e += 16 * V) value_block<Q, V>(values, n, head_size, fresh, weights, out, e);
+  for (; e < head_size; e += 16) value_block<Q, 1>(values, n, head_size, fresh, weights, out, e);
 }
 
 // Turns n scores of each of Q queries (with room for the next multiple of 16) into
@@ -159,17 +147,6 @@ ALWAYS_INLINE void exponentiate(float* scores, int n, float* largest, float* sum
     }
     sums[j] = reduce_add(sum[j]);
   }
-}
-
-inline void exponentiate_heads(float* scores, int heads, int n, float* largest, float* sums) {
-  constexpr int MANY = PACELINE_BLOCK > 4 ? 4 : 2;
-  int g = 0;
-  for (; g + MANY <= heads; g += MANY) exponentiate<MANY>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
-#if PACELINE_BLOCK > 4
-  if (heads - g == 3) return exponentiate<3>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
-  if (heads - g == 2) return exponentiate<2>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
-#endif
-  if (heads - g == 1) exponentiate<1>(scores + g * SCORE_STRIDE, n, largest + g, sums + g);
 }
 
 // The keys [p0, p0 + 16) of row `last`, and the rows down to `first` that ask for no others.
@@ -248,20 +225,25 @@ void attend_split(const SplitJob& job) {
       if (job.row[r].n <= p0) continue;
       const Shared keys = p0 < common ? Shared{0, KEY_LANES} : Shared(job, r, p0, false);
       const int first = keys.first * G;
-      score_blocks(key_block(job.keys, job.row[r].slots + p0, keys.n, E, room), E, (r + 1) * G - first,
-                   queries + first * QUERY_STRIDE, scores + first * SCORE_STRIDE + p0);
+      const std::uint16_t* block = key_block(job.keys, job.row[r].slots + p0, keys.n, E, room);
+      each_block<QUERIES>((r + 1) * G - first, first, [&](auto q, int at) {
+        score_block<q.value>(block, E, queries + at * QUERY_STRIDE, scores + at * SCORE_STRIDE + p0);
+      });
       r = keys.first;
     }
   }
   for (int r = 0; r < n_rows; ++r)
-    exponentiate_heads(scores + r * G * SCORE_STRIDE, G, job.row[r].n, job.row[r].max, job.row[r].sum);
+    each_block<CHAINS>(G, 0, [&](auto q, int g) {
+      exponentiate<q.value>(scores + (r * G + g) * SCORE_STRIDE, job.row[r].n, job.row[r].max + g, job.row[r].sum + g);
+    });
   const auto add_values = [&](int first_row, int last_row, int p0, int n) {
     const std::int32_t* slots = job.row[last_row].slots;
-    const int first = first_row * G;
     for (int p = p0; p < p0 + n;) {
       const int run = run_length(slots + p, p0 + n - p);
-      value_blocks<QUERIES>(job.values + static_cast<std::ptrdiff_t>(slots[p]) * E, run, E, p == 0,
-                            (last_row + 1) * G - first, scores + first * SCORE_STRIDE + p, out + first);
+      const std::uint16_t* values = job.values + static_cast<std::ptrdiff_t>(slots[p]) * E;
+      each_block<QUERIES>((last_row + 1 - first_row) * G, first_row * G, [&](auto q, int at) {
+        value_row<q.value>(values, run, E, p == 0, scores + at * SCORE_STRIDE + p, out + at);
+      });
       p += run;
     }
   };

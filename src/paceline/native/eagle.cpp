@@ -13,20 +13,6 @@
 #include "tiles.h"
 
 namespace paceline {
-namespace {
-
-// Slots of the n keys of a split, in order; `room` is used where they are not contiguous.
-const std::int32_t* split_slots(const EagleQuery& q, const std::int32_t* iota, int split, int n,
-                                       std::int32_t* room) {
-  const int first = split * SPLIT;
-  if (first + n <= q.prefix) return iota + first;
-  const int committed = std::max(q.prefix - first, 0);
-  if (committed > 0) std::copy_n(iota + first, committed, room);
-  std::copy_n(q.own.data() + (first + committed - q.prefix), n - committed, room + committed);
-  return room;
-}
-
-}  // namespace
 
 EagleCache::EagleCache(int kv_heads, int head_size) : kv_heads_(kv_heads), head_size_(head_size) {}
 
@@ -284,7 +270,8 @@ void EagleLayer::attend(int thread, int first, int n, int kv_head) {
       *kernels_, job, n, [&](int r) { return queries[r].prefix + static_cast<int>(queries[r].own.size()); },
       [&](int r) { return head_at(w.q, r); }, [&](int r) { return head_at(w.attended, r); },
       [&](int r, int split, int keys) {
-        return split_slots(queries[r], w.iota.data(), split, keys, own.slots.get() + r * SPLIT);
+        const EagleQuery& q = queries[r];
+        return split_slots(w.iota.data(), q.prefix, q.own.data(), split, keys, own.slots.get() + r * SPLIT);
       });
 }
 

@@ -158,7 +158,11 @@ void Model::attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split) 
   const auto head_at = [&](const Buffer<float>& of, int r) {
     return of.get() + ((rows.first + r) * H + kv_head * G) * E;
   };
-  const auto slots = [&](int r, int at, int n) { return split_slots(path(r), at, n, own.slots.get() + r * SPLIT); };
+  const auto slots = [&](int r, int at, int n) {
+    const Path& p = path(r);
+    const std::int32_t* below = w.lists[size(p.list)].data();
+    return split_slots(p.committed, p.n_committed, below, at, n, own.slots.get() + r * SPLIT);
+  };
   SplitJob job;
   job.keys = c.keys + kv_head * c.pass.n_slots * E;
   job.values = c.values + kv_head * c.pass.n_slots * E;
@@ -180,18 +184,6 @@ void Model::attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split) 
                              w.split_max.get() + at, w.split_sum.get() + at, w.split_out.get() + at * E};
   }
   if (job.n_rows > 0) kernels->attend_split(job);
-}
-
-// Slots of the n keys of a split, in order of position; `room` is used where they are not
-// contiguous in the path.
-const std::int32_t* Model::split_slots(const Path& path, int split, int n, std::int32_t* room) const {
-  const int first = split * SPLIT;
-  if (first + n <= path.n_committed) return path.committed + first;
-  const std::int32_t* own = work_->lists[size(path.list)].data();
-  const int committed = std::max(path.n_committed - first, 0);
-  if (committed > 0) std::copy_n(path.committed + first, committed, room);
-  std::copy_n(own + (first + committed - path.n_committed), n - committed, room + committed);
-  return room;
 }
 
 // Attention output of a row, [H E], from its stored splits.

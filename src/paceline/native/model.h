@@ -102,7 +102,6 @@ class Model {
   void attention_inputs(Chunk& c, int thread, int layer);
   void attention(Chunk& c, int thread, int layer);
   void attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split);
-  const std::int32_t* split_slots(const Path& path, int split, int n, std::int32_t* room) const;
   void fold_splits(Chunk& c, int row, float* out);
   void project(Chunk& c, int thread, const Linear& w, const Act& a, int share);
   void mlp(Chunk& c, int thread, int layer, const Act& a);
