@@ -21,11 +21,12 @@ inline bool consecutive(const std::int32_t* slots) {
   return __builtin_memcmp(&from_first, COUNT, sizeof COUNT) == 0;
 }
 
-// block(Count<Q>, at) for n queries, as many at once as there are registers for.
 template <int Q>
 struct Count {
   static constexpr int value = Q;
 };
+
+// block(Count<q>, at) for n queries from `at` on, Q at once and in the end what is left.
 template <int Q, class Block>
 void each_block(int n, int at, const Block& block) {
   for (; n >= Q; n -= Q, at += Q) block(Count<Q>{}, at);
