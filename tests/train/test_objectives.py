@@ -262,26 +262,50 @@ def test_joined_attention_equals_the_plain_one(dtype: torch.dtype, n_later: int)
     torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("prompts", [False, True])
+def test_rows_that_fill_a_pack_up_teach_nothing(prompts: bool, pack: Pack, tables: Tables) -> None:
+    filled = pack.filled_up(16)
+    assert (pack.n_rows, filled.n_rows, filled.filling) == (27, 32, 5)
+    assert filled.filled_up(16) is filled
+    found = []
+    for rows in (pack, filled):
+        module = head("eagle3")
+        objective = Eagle3(module, tables, answers(prompts=prompts), steps=3)
+        outcome = objective(rows, Moment(0))
+        gradients = torch.autograd.grad(outcome.loss, list(module.parameters()))
+        depths = torch.tensor([[d.rows, d.agreed, d.overlap] for d in outcome.depths])
+        found.append((outcome.loss, gradients, depths))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["ce", "overlap"])
 def test_gradient_of_the_fused_loss_by_differences(
     kind: losses.Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "CHUNK", 4)  # several chunks, the last one short
+    # several chunks and blocks, the last ones short
+    monkeypatch.setattr(losses, "CHUNK", 2)
+    monkeypatch.setattr(losses, "BLOCK", 5)
+    monkeypatch.setattr(losses, "ROWS", 4)
     n, rows = 7, torch.tensor([2, 0, 1, 1, 3, 2, 0])
+    share = torch.tensor([1.0, 0.5, 0.25, 2.0, 1.0, 0.0, 1.0])
     p = random(4, U, seed=3).softmax(-1) * torch.tensor([[1.0], [0.9], [0.5], [0.99]])
     laws = Laws(p_RU=p, mass_R=p.sum(-1), top_R=p.argmax(-1), usable_R=torch.ones(4).bool())
     x = random(n, D, seed=1).requires_grad_()
     weight = (random(U, D, seed=2) * 0.3).requires_grad_()
 
     def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return head_loss(x, weight, laws, rows, kind, dtype=torch.float64).loss
+        found = head_loss(x, weight, laws, rows, kind, share_N=share, dtype=torch.float64)
+        return found.loss
 
     assert torch.autograd.gradcheck(loss, (x, weight))
     found = head_loss(x, weight, laws, rows, kind, dtype=torch.float64)
     q = (x @ weight.T).softmax(-1)
-    shared = torch.minimum(p[rows], q.detach()).sum()
-    assert float(found.overlap) == pytest.approx(float(shared))
-    assert int(found.agreed) == int((q.argmax(-1) == laws.top_R[rows]).sum())
+    shared_N = torch.minimum(p[rows], q.detach()).sum(-1)
+    torch.testing.assert_close(found.overlap_N, shared_N)
+    assert torch.equal(found.agreed_N, q.argmax(-1) == laws.top_R[rows])
+    logits = (x @ weight.T).detach()
+    of_rows = [reference.law_loss(z, p[r], kind) for z, r in zip(logits, rows, strict=True)]
+    assert loss(x, weight).item() == pytest.approx(float(torch.stack(of_rows) @ share.double()))
 
 
 def test_a_head_that_is_the_target_overlaps_wholly(tables: Tables, pack: Pack) -> None:
@@ -295,8 +319,9 @@ def test_a_head_that_is_the_target_overlaps_wholly(tables: Tables, pack: Pack) -
     rows = laws.usable_R.nonzero().squeeze(1)
     found = head_loss(final[rows], head_UD, laws, rows, "overlap", dtype=torch.float64)
     # q is p renormalised, so min(p, q) is p and the overlap its mass
-    assert float(found.overlap) == pytest.approx(float(laws.mass_R.double()[rows].sum()), rel=1e-6)
-    assert int(found.agreed) == len(rows)
+    total = float(found.overlap_N.sum())
+    assert total == pytest.approx(float(laws.mass_R.double()[rows].sum()), rel=1e-6)
+    assert bool(found.agreed_N.all())
 
 
 def test_settings_are_checked(tables: Tables) -> None:

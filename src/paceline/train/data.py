@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -83,7 +84,8 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Sequences back to back; sequence b is rows [starts_B1[b], starts_B1[b + 1])."""
+    """Sequences back to back; sequence b is rows [starts_B1[b], starts_B1[b + 1]). filling: so
+    many of the last rows are no captured ones, but a sequence of zeros (`filled_up`)."""
 
     starts_B1: tuple[int, ...]
     tokens_N: torch.Tensor
@@ -92,15 +94,27 @@ class Pack:
     top_N: torch.Tensor
     logz_N: torch.Tensor
     taps: Mapping[str, torch.Tensor]
+    filling: int = 0
 
     @property
     def n_rows(self) -> int:
         return self.starts_B1[-1]
 
+    def filled_up(self, multiple: int) -> Pack:
+        """With a sequence of zeros behind, of which nobody knows a law, so that the rows are a
+        multiple of so many."""
+        n = -self.n_rows % multiple
+        if n == 0:
+            return self
+        columns = {name: F.pad(getattr(self, name), (0, n)) for name in _COLUMNS}
+        taps = {name: F.pad(t, (0, 0, 0, n)) for name, t in self.taps.items()}
+        starts = (*self.starts_B1, self.n_rows + n)
+        return Pack(starts_B1=starts, taps=taps, filling=n, **columns)
+
     def to(self, device: torch.device) -> Pack:
         move = {name: getattr(self, name).to(device) for name in _COLUMNS}
         taps = {name: t.to(device) for name, t in self.taps.items()}
-        return Pack(starts_B1=self.starts_B1, taps=taps, **move)
+        return replace(self, taps=taps, **move)
 
 
 class ShardWriter:

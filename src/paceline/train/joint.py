@@ -27,7 +27,15 @@ from paceline.models.loading import Checkpoint
 from paceline.train.attention import attend
 from paceline.train.data import FINAL_NAME, Pack, Record, pack_records
 from paceline.train.losses import HeadLosses, head_loss
-from paceline.train.objectives import Depth, Judge, LossConfig, Moment, Outcome, judged_rows
+from paceline.train.objectives import (
+    Depth,
+    Judge,
+    LossConfig,
+    Moment,
+    Outcome,
+    depths_of,
+    judged_rows,
+)
 from paceline.train.target import Tables
 
 #: Linear maps that get an adapter.
@@ -164,7 +172,8 @@ class Medusa2:
         with torch.set_grad_enabled(joint and torch.is_grad_enabled()):
             final_ND = self.module.decoder(pack)
         lm = self._against_old(pack, final_ND)
-        losses, depths = [lm.loss / max(lm.rows, 1)], []
+        losses = [lm.loss / max(len(lm.agreed_N), 1)]
+        depths: list[Depth] = []
         laws, law_row_N = self._judge.laws(pack)
         heads = self.module.heads
         for i in range(heads.config.num_heads):
@@ -174,11 +183,9 @@ class Medusa2:
             z = heads.features(final_ND[rows].to(projection.weight.dtype), i)
             kind = self.config.at(now.step)
             one = head_loss(z, projection.weight, laws, law_rows, kind, dtype=self.config.dtype)
-            depths.append(
-                Depth(rows=one.rows, agreed=float(one.agreed), overlap=float(one.overlap))
-            )
+            depths.extend(depths_of(one, [len(rows)]))
             weight = self._heads_weight * self.config.decay**i
-            losses.append(weight * one.loss / max(one.rows, 1))
+            losses.append(weight * one.loss / max(len(rows), 1))
         return Outcome(loss=torch.stack(losses).sum(), depths=tuple(depths))
 
     def groups(self) -> list[tuple[list[nn.Parameter], float]]:
@@ -196,7 +203,7 @@ class Medusa2:
     def own(self, pack: Pack) -> Depth:
         """The adapted target's law against the old one's: how far it has moved."""
         found = self._against_old(pack, self.module.decoder(pack))
-        return Depth(rows=found.rows, agreed=float(found.agreed), overlap=float(found.overlap))
+        return depths_of(found, [len(found.agreed_N)])[0]
 
     def _against_old(self, pack: Pack, final_ND: torch.Tensor) -> HeadLosses:
         laws, law_row_N = self._lm_judge.laws(pack)

@@ -24,6 +24,7 @@ import torch
 from paceline.errors import UserError
 from paceline.train.data import Corpus, Pack, replace_synced
 from paceline.train.interrupts import interrupts
+from paceline.train.losses import ROWS
 from paceline.train.objectives import Depth, Moment, Objective
 
 CHECKPOINT = "checkpoint.pt"
@@ -168,6 +169,7 @@ class Trainer:
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
+            fused=True,
         )
         self._state = _State()
         self._log: list[dict[str, Any]] = []
@@ -236,7 +238,7 @@ class Trainer:
             (outcome.loss / c.accumulate).backward()  # type: ignore[no-untyped-call]
             total += float(outcome.loss.detach()) / c.accumulate
             depths.append(outcome.depths)
-            state.tokens += pack.n_rows
+            state.tokens += pack.n_rows - pack.filling
         if not math.isfinite(total):
             raise UserError(
                 f"the loss became {total} at update {state.step + 1}: lower --lr (it was "
@@ -281,7 +283,7 @@ class Trainer:
         return self._read(group)
 
     def _read(self, group: list[int]) -> Pack:
-        pack = self.corpus.read(group, self.objective.taps)
+        pack = self.corpus.read(group, self.objective.taps).filled_up(ROWS)
         return pack if self.device.type == "cpu" else pack.to(self.device)
 
     def _narrow(self) -> torch.autocast:

@@ -31,6 +31,7 @@ from paceline.train.losses import (
     Laws,
     head_loss,
     laws_from_features,
+    project,
 )
 from paceline.train.target import Tables
 
@@ -142,14 +143,15 @@ class Judge:
 def with_prompt_laws(pack: Pack, head_VD: torch.Tensor) -> Pack:
     """The pack with a law in every row: where the target had chosen nothing, from the final
     feature and the target's output projection."""
-    rows_R = (~pack.law_N).nonzero().squeeze(1)
+    law_N = torch.ones_like(pack.law_N)
+    law_N[pack.n_rows - pack.filling :] = False
+    rows_R = (law_N & ~pack.law_N).nonzero().squeeze(1)
     top_N, logz_N = pack.top_N.clone(), pack.logz_N.clone()
     for at in range(0, len(rows_R), CHUNK):
         part_R = rows_R[at : at + CHUNK]
-        z = pack.taps[FINAL_NAME][part_R].to(head_VD.dtype) @ head_VD.T
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        z = project(pack.taps[FINAL_NAME][part_R], head_VD)
         top_N[part_R], logz_N[part_R] = z.argmax(-1), z.logsumexp(-1).to(logz_N.dtype)
-    return replace(pack, law_N=torch.ones_like(pack.law_N), top_N=top_N, logz_N=logz_N)
+    return replace(pack, law_N=law_N, top_N=top_N, logz_N=logz_N)
 
 
 def judged_rows(pack: Pack, law_row_N: torch.Tensor, ahead: int) -> tuple[torch.Tensor, ...]:
@@ -167,9 +169,12 @@ def judged_rows(pack: Pack, law_row_N: torch.Tensor, ahead: int) -> tuple[torch.
     return torch.cat(rows), torch.cat(laws)
 
 
-def _depth(losses: HeadLosses) -> Depth:
-    return Depth(
-        rows=losses.rows, agreed=float(losses.agreed), overlap=float(losses.overlap.detach())
+def depths_of(losses: HeadLosses, rows: Seq[int]) -> tuple[Depth, ...]:
+    """Of rows that were judged at once, so many of each draft step."""
+    parts = zip(losses.agreed_N.split(list(rows)), losses.overlap_N.split(list(rows)), strict=True)
+    return tuple(
+        Depth(rows=len(agreed), agreed=float(agreed.sum()), overlap=float(overlap.sum()))
+        for agreed, overlap in parts
     )
 
 
@@ -208,20 +213,15 @@ class Eagle3:
         fused = torch.cat([pack.taps[tap_name(i)] for i in head.config.taps], -1)
         pack = self._judge.lesson(pack, training=steps is None)
         laws, law_row_N = self._judge.laws(pack)
-        kind = self.config.at(now.step)
-        total = torch.zeros(
-            (), device=fused.device, dtype=torch.promote_types(self.config.dtype, torch.float32)
-        )
-        depths = []
+        # All draft steps are judged at once: the output projection is as much as the layer.
+        hidden, law_rows, shares = [], [], []
 
         def judge(i: int, hidden_ND: torch.Tensor) -> None:
-            nonlocal total
-            rows, law_rows = judged_rows(pack, law_row_N, 1 + i)
-            x = head.norm(hidden_ND[rows])
-            weight = head.lm_head.weight
-            losses = head_loss(x, weight, laws, law_rows, kind, dtype=self.config.dtype)
-            depths.append(_depth(losses))
-            total = total + self.config.decay**i * losses.loss / max(losses.rows, 1)
+            rows, laws_of_rows = judged_rows(pack, law_row_N, 1 + i)
+            hidden.append(hidden_ND[rows])
+            law_rows.append(laws_of_rows)
+            share = self.config.decay**i / max(len(rows), 1)
+            shares.append(torch.full((len(rows),), share, device=fused.device))
 
         unroll(
             head,
@@ -231,7 +231,16 @@ class Eagle3:
             judge,
             self.steps_at(now.done) if steps is None else steps,
         )
-        return Outcome(loss=total, depths=tuple(depths))
+        losses = head_loss(
+            head.norm(torch.cat(hidden)),
+            head.lm_head.weight,
+            laws,
+            torch.cat(law_rows),
+            self.config.at(now.step),
+            share_N=torch.cat(shares),
+            dtype=self.config.dtype,
+        )
+        return Outcome(loss=losses.loss, depths=depths_of(losses, [len(x) for x in hidden]))
 
     def steps_at(self, done: float) -> int:
         """Draft steps to unroll where such a share of the schedule is over."""
@@ -274,7 +283,7 @@ class Eagle1:
         training = steps is None
         features_ND = final_ND + self._noise_for(pack, now.step, final_ND) if training else final_ND
         total = torch.zeros((), device=final_ND.device)
-        depths = []
+        depths: list[Depth] = []
 
         def judge(i: int, hidden_ND: torch.Tensor) -> None:
             nonlocal total
@@ -282,14 +291,14 @@ class Eagle1:
             losses = head_loss(
                 hidden_ND[rows], head.lm_head.weight, laws, law_rows, "ce", dtype=self.config.dtype
             )
-            depths.append(_depth(losses))
+            depths.extend(depths_of(losses, [len(rows)]))
             if i == 0:
                 regression = (
                     F.smooth_l1_loss(hidden_ND[rows].to(final_ND.dtype), final_ND[rows + 1])
                     if len(rows)
                     else hidden_ND.sum() * 0
                 )
-                ce = losses.loss / max(losses.rows, 1)
+                ce = losses.loss / max(len(rows), 1)
                 total = total + regression + self._ce_weight * ce
 
         unroll(head, features_ND, pack, self._embedding_VD, judge, 1 if training else steps or 1)
@@ -324,7 +333,7 @@ class Medusa1:
         laws, law_row_N = self._judge.laws(pack)
         final_ND = _like(pack.taps[FINAL_NAME], heads)
         total = torch.zeros((), device=final_ND.device)
-        depths = []
+        depths: list[Depth] = []
         for i in range(heads.config.num_heads):
             rows, law_rows = judged_rows(pack, law_row_N, 1 + i)
             z = heads.features(final_ND[rows], i)
@@ -333,8 +342,8 @@ class Medusa1:
             weight = projection.weight
             kind = self.config.at(now.step)
             losses = head_loss(z, weight, laws, law_rows, kind, dtype=self.config.dtype)
-            depths.append(_depth(losses))
-            total = total + self.config.decay**i * losses.loss / max(losses.rows, 1)
+            depths.extend(depths_of(losses, [len(rows)]))
+            total = total + self.config.decay**i * losses.loss / max(len(rows), 1)
         return Outcome(loss=total, depths=tuple(depths))
 
 
