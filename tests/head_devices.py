@@ -239,6 +239,13 @@ class Alternate(FixedBudget):
         return [0 if len(s.tokens) % 3 else self.k for s in seqs]
 
 
+class Seldom(FixedBudget):
+    """Budgets of k for a few rounds, then none for longer, by how long a sequence is."""
+
+    def budgets(self, seqs: Seq[Sequence]) -> list[int]:
+        return [self.k if len(s.tokens) % 16 < 4 else 0 for s in seqs]
+
+
 def features(target: TargetModel, tokens: Seq[int], taps: Seq[int]) -> torch.Tensor:
     """[n, taps * D]: the target's states of all tokens, in one pass over an empty cache."""
     out = one_pass(target, tokens, tuple(taps))
@@ -264,15 +271,16 @@ def target_logits(target: TargetModel, tokens: Seq[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def scratch_logits(
-    head: EagleHead, target: TargetModel, tokens: Seq[int], path: Seq[int]
+    head: EagleHead, target: TargetModel, tokens: Seq[int], path: Seq[int], start: int = 0
 ) -> torch.Tensor:
     """[V] logits of the token after `tokens` and the drafted `path`, everything computed anew by
-    the plain module: -inf for tokens that the head does not have."""
-    g = head.fuse(features(target, tokens[:-1], head.config.taps))
-    drafted = [*tokens[1:], *path]
+    the plain module: -inf for tokens that the head does not have. start: features before it are
+    unknown to the head."""
+    g = head.fuse(features(target, tokens[:-1], head.config.taps)[start:])
+    drafted = [*tokens[start + 1 :], *path]
     embedding = target.embedding_rows(drafted)  # type: ignore[attr-defined]
     for i in range(len(path) + 1):
-        n = len(tokens) - 1 + i
+        n = len(tokens) - 1 - start + i
         hidden, _ = head.layer(embedding[:n], g[:n], torch.arange(n))
         g = torch.cat([g, hidden[-1:]])
     logits = torch.full((VOCAB,), -torch.inf)

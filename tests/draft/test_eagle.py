@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 import torch
 from head_devices import (
-    CONFIG,
     PROMPTS,
     TORCH,
     VOCAB,
     Alternate,
     Recorder,
+    Seldom,
     eagle,
     eagle_config,
     engine,
@@ -30,7 +30,7 @@ from head_devices import (
 from scipy.stats import chisquare
 
 from paceline.core.shapes import Beam
-from paceline.draft.eagle import MAX_PENDING, EagleDrafter
+from paceline.draft.eagle import EagleDrafter
 from paceline.draft.none import NoDrafter
 from paceline.engine.engine import EngineConfig
 from paceline.errors import UserError
@@ -240,14 +240,21 @@ def test_batch_and_order_do_not_matter(target) -> None:
         assert together == solo == backwards[::-1]
 
 
-def test_the_target_keeps_no_prefixes_for_a_head_that_reads_states(target) -> None:
-    """Twice the same prompt in one engine: read twice, drafted for alike."""
+def test_a_cached_beginning_is_not_read_again_for_a_head(target, plain) -> None:
+    """Twice the same prompt in one engine, then a longer one: the head begins behind what is
+    cached, and drafts."""
     e = engine(target, eagle(target))
-    assert e.scheduler.prefix_cache is None
     first, second = (run(e, [PROMPTS[3]], GREEDY)[0] for _ in range(2))
-    assert second.stats.cached == 0
-    assert first.token_ids == second.token_ids
-    assert first.stats.drafted == second.stats.drafted > 0
+    assert (first.stats.cached, second.stats.cached) == (0, 20)
+    assert first.token_ids == second.token_ids == plain[True][3]
+    assert min(first.stats.drafted, second.stats.drafted) > 0
+    longer = [*PROMPTS[3], *first.token_ids, 5, 6, 7]
+    warm, cold = (
+        run(e, [longer], GREEDY)[0],
+        run(engine(target, eagle(target)), [longer], GREEDY)[0],
+    )
+    assert warm.stats.cached > len(PROMPTS[3])
+    assert warm.token_ids == cold.token_ids
 
 
 def test_banned_tokens_are_not_proposed(target) -> None:
@@ -296,21 +303,48 @@ def test_a_broken_head_proposes_nothing_and_says_so(target, plain, caplog) -> No
 
 def test_features_wait_but_not_without_end(target, monkeypatch) -> None:
     """Rounds without a proposal store features only, up to a bound."""
+    monkeypatch.setattr("paceline.draft.eagle.WINDOW", 40)
     drafter = eagle(target)
     e = engine(target, drafter, 0)
     e.submit(Request(prompt=tuple(range(1, 30)), params=SamplingParams(max_tokens=20)))
-    for _ in range(15):
+    lags = []
+    for _ in range(19):
         e.step()
-    (arm,) = drafter.arms(e.scheduler.running[0])
-    assert arm.lag == e.scheduler.running[0].computed > 29
-    waiting = 4 * arm.lag * len(drafter.taps) * drafter.config.hidden
+        lags += [arm.lag for arm in drafter.arms(e.scheduler.running[0])]
+    assert e.scheduler.running[0].computed > 41 > lags[0]
+    assert lags == [*range(lags[0], 40), *[40] * (len(lags) + lags[0] - 40)]
+    waiting = 4 * 40 * len(drafter.taps) * drafter.config.hidden
     assert drafter.usage().blocks_used == 0
     assert drafter.usage().bytes_total >= waiting
-    monkeypatch.setattr("paceline.draft.eagle.MAX_PENDING", 4)
-    e.step()
-    assert drafter.usage().blocks_used > 0
-    assert drafter.arms(e.scheduler.running[0])[0].lag == 0
-    assert CONFIG.prefill_chunk <= MAX_PENDING
+
+
+def test_a_head_begins_with_the_last_features_of_a_long_text(target, monkeypatch) -> None:
+    """Behind a prompt longer than the window, and again where it was silent for longer."""
+    window = 10
+    monkeypatch.setattr("paceline.draft.eagle.WINDOW", window)
+    head = random_eagle(eagle_config("eagle3"), target)
+    drafter = eagle(target, head=head)
+    recorder = Recorder(drafter)
+    e = engine(target, drafter)
+    e.policy = Seldom(4)
+    prompts = [PROMPTS[3], tuple(range(40, 49))]
+    run(e, prompts, SamplingParams(max_tokens=60))
+    starts = set()
+    for prompt in prompts:
+        start = fed = 0
+        for tokens, budget, tree in recorder.seen:
+            if tokens[: len(prompt)] != prompt:
+                continue
+            known = len(tokens) - 1
+            if known - fed > window:
+                start = known - window
+            fed = known
+            starts.add(start)
+            path: list[int] = []
+            for _ in range(budget):
+                path.append(int(scratch_logits(head, target, tokens, path, start).argmax()))
+            assert list(tree.tokens[1:]) == path
+    assert len(starts) > 4
 
 
 def test_a_sampled_chain_carries_the_law_that_it_was_drawn_from(target) -> None:

@@ -242,9 +242,12 @@ PLAIN = (
         Beam(nodes=60, width=10, depth=3),
     ],
 )
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
-def test_proposals_at_once_are_those_level_by_level(kind: str, shape, target, monkeypatch) -> None:
+@pytest.mark.parametrize(("kind", "window"), [("eagle1", 256), ("eagle3", 256), ("eagle3", 5)])
+def test_proposals_at_once_are_those_level_by_level(
+    kind: str, window: int, shape, target, monkeypatch
+) -> None:
     """Batches of requests, some of which need all logits; stop tokens; texts of plain decoding."""
+    monkeypatch.setattr("paceline.draft.eagle.WINDOW", window)
     head = head_of(target, kind)
     params = [
         *PLAIN,

@@ -39,22 +39,37 @@ from paceline.sampling.law import build_laws
 from paceline.types import Sequence
 
 #: Features wait for the next proposal, so that rounds without one cost nothing; so many at
-#: most.
-MAX_PENDING = 1024
+#: most. A head that is asked behind a longer text begins with these, as if the text did.
+WINDOW = 256
 
 
 @dataclass
 class _State:
     """cache: rows of the committed tokens whose features were fed; waiting: features of those
-    that follow; last_D: the layer's output of the last fed row."""
+    that follow; last_D: the layer's output of the last fed row. start: tokens before the first
+    of them, whose features nobody has: a prompt's cached beginning, or what waited too long.
+    Positions count from there: an attention with rotary embeddings sees distances alone."""
 
     cache: Rows
-    waiting: Waiting = field(default_factory=Waiting)
+    waiting: Waiting = field(default_factory=lambda: Waiting(WINDOW))
     last_D: torch.Tensor | None = None
+    start: int = 0
 
     @property
     def known(self) -> int:
-        return self.cache.rows + self.waiting.rows
+        return self.start + self.cache.rows + self.waiting.rows
+
+    def add(self, taps_TND: torch.Tensor, rows: range | list[int]) -> None:
+        """Features of the tokens that follow, in these rows of a pass."""
+        dropped = self.waiting.add(taps_TND, rows)
+        if dropped:  # what was fed does not touch what waits any more
+            self.start += self.cache.rows + dropped
+            self.cache.rows, self.last_D = 0, None
+
+    def waiting_tokens(self, seq: Sequence) -> list[int]:
+        """The tokens whose embeddings go with the features that wait."""
+        at = self.start + self.cache.rows + 1
+        return seq.tokens[at : at + self.waiting.rows]
 
     def fed(self, last_D: torch.Tensor) -> None:
         """Nothing waits any more; the layer's output of the last row."""
@@ -143,8 +158,10 @@ class EagleDrafter:
 
     def arms(self, seq: Sequence) -> tuple[Arm, ...]:
         state = self._states.get(seq.id)
-        room = self._room(seq)
-        if state is None or seq.pending > 1 or room < 1:
+        if state is None or seq.pending > 1:
+            return ()
+        room = self._room(seq, state)
+        if room < 1:
             return ()
         most = room if self.shape is None else min(self.shape.nodes, 64)
         tree = self.shape is not None
@@ -156,7 +173,7 @@ class EagleDrafter:
         for seq, budget in zip(seqs, budgets, strict=True):
             state = self._states.get(seq.id)
             # After a preemption tokens behind the head's last feature may be pending.
-            if budget == 0 or state is None or seq.pending > 1 or self._room(seq) < 1:
+            if budget == 0 or state is None or seq.pending > 1 or self._room(seq, state) < 1:
                 continue
             assert state.known == seq.computed, "a drafter missed a committed position"
             growing[seq.id] = _Growing(seq, state, budget, context_of(seq), [seq.tokens[-1]], {})
@@ -196,11 +213,10 @@ class EagleDrafter:
 
     def _ask(self, g: _Growing) -> Ask:
         """Its draft, behind the features that wait."""
-        at = g.state.cache.rows
         return Ask(
             cache=g.state.cache,
             hidden_D=g.state.last_D,
-            tokens=g.seq.tokens[at + 1 : at + g.state.waiting.rows + 1],
+            tokens=g.state.waiting_tokens(g.seq),
             taps_NT=g.state.waiting.joined() if g.state.waiting.rows else None,
             depth=self._depth(g),
             heat=heat(g.seq.params),
@@ -211,13 +227,13 @@ class EagleDrafter:
     def _width(self) -> int:
         return 1 if self.shape is None else self.shape.width
 
-    def _room(self, seq: Sequence) -> int:
+    def _room(self, seq: Sequence, state: _State) -> int:
         """Tokens that may be drafted before the head's own context ends."""
-        return self.config.max_context - len(seq.tokens) + 1
+        return self.config.max_context - (len(seq.tokens) - state.start) + 1
 
     def _depth(self, g: _Growing) -> int:
         deepest = g.budget if self.shape is None else min(self.shape.depth, g.budget)
-        return min(deepest, self._room(g.seq))
+        return min(deepest, self._room(g.seq, g.state))
 
     def _catch_up(self, lagging: Seq[tuple[Sequence, _State]]) -> None:
         """Feed all waiting features: one pass, of which the last row's output is kept."""
@@ -230,7 +246,7 @@ class EagleDrafter:
                 continue
             at = state.cache.rows
             parts.append(Part(state.cache, at, n))
-            tokens += seq.tokens[at + 1 : at + n + 1]
+            tokens += state.waiting_tokens(seq)
             positions += range(at, at + n)
             taps.append(state.waiting.joined())
             fed.append(state)
@@ -317,21 +333,17 @@ class EagleDrafter:
         output: TargetOutput,
         verdicts: Seq[Verdict | None],
     ) -> None:
-        full = []
         taps_TND = stack(output.taps, self.taps)
         for seq, rows in zip(seqs, committed_rows(seqs, trees, output, verdicts), strict=True):
             if not rows or seq.params.k == 0:  # k = 0: it never proposes
                 continue
             state = self._states.get(seq.id)
             if state is None:
-                state = self._states[seq.id] = _State(self._runner.new_cache())
+                start = seq.computed - len(rows)  # a cached beginning is not computed again
+                state = _State(self._runner.new_cache(), start=start)
+                self._states[seq.id] = state
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
-            state.waiting.add(taps_TND, rows)
-            if state.waiting.rows > MAX_PENDING:
-                full.append((seq, state))
-        if full:
-            with torch.inference_mode():
-                self._catch_up(full)
+            state.add(taps_TND, rows)
 
     def forget(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)

@@ -2,7 +2,8 @@
 
 A pass's states belong to all its sequences. Copying each one's out of it takes longer than the
 rest of a round's bookkeeping, and is done for nothing where nobody drafts, so what waits is the
-pass and its rows. A sequence that keeps many foreign rows alive copies its own.
+pass and its rows. A sequence that keeps many foreign rows alive copies its own; what is older
+than the last `most` rows is dropped.
 
 Legend: T taps, N rows of a pass, n of them this sequence's, D hidden.
 """
@@ -24,41 +25,62 @@ Piece = tuple[torch.Tensor, range | list[int]]
 
 @dataclass
 class Waiting:
-    """rows: of one sequence, in order of position, from one pass after another."""
+    """rows: of one sequence, in order of position, from one pass after another. most: so many
+    at most, the last ones."""
 
+    most: int
     rows: int = 0
     _pieces: list[Piece] = field(default_factory=list)
     _foreign: int = 0
-    _copied: int = 0
 
-    def add(self, taps_TND: torch.Tensor, rows: range | list[int]) -> None:
-        """These rows of a pass."""
-        n = len(rows)
+    def add(self, taps_TND: torch.Tensor, rows: range | list[int]) -> int:
+        """These rows of a pass. Returns how many older ones were dropped."""
         self._pieces.append((taps_TND, rows))
-        self.rows += n
-        n_taps, n_rows, width = taps_TND.shape
-        if n_rows > n:
-            self._foreign += (n_rows - n) * n_taps * width * taps_TND.element_size()
-            if self._foreign > FOREIGN_BYTES:
-                self._copy()
+        self.rows += len(rows)
+        self._foreign += _foreign(taps_TND, rows)
+        dropped = self.rows - self.most
+        if dropped > 0:
+            self._drop(dropped)
+        if self._foreign > FOREIGN_BYTES:
+            self._copy()
+        return max(dropped, 0)
 
     def joined(self) -> torch.Tensor:
         """[rows, T * D]: the taps of each side by side. There must be some."""
         return _states(self._pieces).transpose(0, 1).flatten(1)
 
     def clear(self) -> None:
-        self._pieces, self.rows, self._foreign, self._copied = [], 0, 0, 0
+        self._pieces, self.rows, self._foreign = [], 0, 0
 
     def storages(self) -> dict[int, int]:
         """Bytes of what is kept alive, by address."""
         kept = (taps_TND.untyped_storage() for taps_TND, _ in self._pieces)
         return {s.data_ptr(): s.nbytes() for s in kept}
 
+    def _drop(self, n: int) -> None:
+        """The first n rows."""
+        self.rows -= n
+        while n > 0:
+            taps_TND, rows = self._pieces[0]
+            kept = rows[n:]
+            n -= len(rows) - len(kept)
+            self._foreign -= _foreign(taps_TND, rows)
+            if kept:
+                self._pieces[0] = (taps_TND, kept)
+                self._foreign += _foreign(taps_TND, kept)
+            else:
+                del self._pieces[0]
+
     def _copy(self) -> None:
-        """The pieces since the last copy, without the foreign rows beside them."""
-        own_TnD = _states(self._pieces[self._copied :]).clone()
-        self._pieces[self._copied :] = [(own_TnD, range(own_TnD.shape[1]))]
-        self._copied, self._foreign = len(self._pieces), 0
+        """All rows, without those beside them."""
+        own_TnD = _states(self._pieces).clone()
+        self._pieces, self._foreign = [(own_TnD, range(self.rows))], 0
+
+
+def _foreign(taps_TND: torch.Tensor, rows: range | list[int]) -> int:
+    """Bytes of a pass beside these rows."""
+    n_taps, n_rows, width = taps_TND.shape
+    return (n_rows - len(rows)) * n_taps * width * taps_TND.element_size()
 
 
 def _states(pieces: Seq[Piece]) -> torch.Tensor:

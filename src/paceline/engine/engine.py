@@ -143,8 +143,7 @@ class Engine:
             max_batch=config.max_batch,
             prefill_chunk=config.prefill_chunk,
             max_length=max_length,
-            # A drafter that reads hidden states must see every position computed.
-            prefix_cache=config.prefix_cache and not drafter.taps,
+            prefix_cache=config.prefix_cache,
             clock=clock,
         )
         self._sequences: dict[int, Sequence] = {}
