@@ -153,7 +153,7 @@ FAST = [p for p in kernel_paths() if p != "portable"][:2] or ["portable"]
 def test_row_invariance_over_random_shapes(arch: str, how: str | None, path: str) -> None:
     """A row's logits are the same bits when it is fed token by token, and when it is one of
     2-64 rows of chains and trees of several sequences, for 1 and 2 threads and any chunking.
-    Contexts cross the attention split of 256 and the chunk of 128 rows."""
+    Contexts cross the attention split of 256 and the chunks of 128 and 256 rows."""
     rng = np.random.default_rng(11)
     one, two = models(arch, how, path)
     lengths = [3, 40, 255, 300]
@@ -184,6 +184,32 @@ def test_row_invariance_over_random_shapes(arch: str, how: str | None, path: str
                     alone = run.run(run.group(s, tokens[s][way], lengths[s]))
                     assert same_bits(out[at + row : at + row + 1], alone[-1:])
                     at += len(parents)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_rows_dealt_out_to_threads_give_the_same_bits(threads: int) -> None:
+    """Long passes go through a layer in lanes, one thread each: a prompt beside a short one and a
+    tree, states and logits of all rows, with layers left out, and more rows than go through at
+    once. What follows reads their keys."""
+    rng = np.random.default_rng(threads)
+    config = tiny_config("qwen3")
+    tensors = tiny_tensors(config, seed=7)
+    one, many = (NativeModel.from_state(config, tensors, threads=t) for t in (1, threads))
+    taps = (0, 1, 3, FINAL)
+    for mask in (None, LayerMask(attention_L=(True, False, True), mlp_L=(False, True, True))):
+        for n in (24 * threads - 1, 24 * threads, 40 * threads, 140 * threads):
+            texts = [rng.integers(0, 150, m) for m in (n - 20, 1, 19)]
+            tree = random_tree(rng, 19)
+            found = []
+            for model in (one, many):
+                run = Runner(model)
+                groups = [run.group(s, text, 0) for s, text in enumerate(texts[:2])]
+                groups.append(run.group(2, texts[2], 0, parents=tree))
+                out = model.forward(run.batch(*groups), run.kv, taps=taps, layer_mask=mask)
+                later = run.run(run.group(0, [7, 8], n - 20), run.group(1, [9], 1))
+                found.append([out.logits_RV, later, *(out.taps[i] for i in taps)])
+            for a, b in zip(*found, strict=True):
+                assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("path", kernel_paths())

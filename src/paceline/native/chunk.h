@@ -1,6 +1,7 @@
 // Internal to the passes: model.cpp, layers.cpp and eagle.cpp.
 #pragma once
 #include <algorithm>
+#include <vector>
 
 #include "layout.h"
 #include "model.h"
@@ -45,17 +46,40 @@ inline int rows_per_item(int n_rows, int kv_heads, int n_threads) {
   return most;
 }
 
-// Rows [row0, row0 + rows) of a pass.
+// Prompts: threads that share a pass's outputs write to cache lines that the others have read, which
+// takes a fifth of the time. With so many rows for each thread the rows are dealt out instead, in
+// lanes of at most LANE_ROWS: a lane goes through a layer in one thread, as if it were a pass of its
+// own, and threads wait for each other once a layer, for the keys.
+constexpr int LANE_ROWS = 32, LEAST_LANE_ROWS = 24, LANES_PER_THREAD = 4;
+
+// Lanes of a chunk, 0 where the threads share its rows.
+constexpr int lane_count(int rows, int n_threads) {
+  if (n_threads < 2 || rows < LEAST_LANE_ROWS * n_threads) return 0;
+  return n_threads * ((rows + LANE_ROWS * n_threads - 1) / (LANE_ROWS * n_threads));
+}
+
+// Rows of the next chunk where so many are left.
+constexpr int chunk_rows(int left, int n_threads) {
+  const int most = LANES_PER_THREAD * LANE_ROWS * n_threads;
+  const int rows = left < most ? left : most;
+  return lane_count(rows, n_threads) > 0 ? rows : rows < CHUNK ? rows : CHUNK;
+}
+
+// Rows [row0, row0 + rows) of a pass, or of one lane of them.
 struct Model::Chunk {
   const Pass& pass;
   int row0 = 0, rows = 0;
+  int first = 0;                    // where they begin in the workspace
   int n_threads = 1;
   int wanted0 = 0, n_wanted = 0;  // into pass.wanted
   int max_splits = 1;
   bool solo = false;                // each thread prepares all rows for itself
+  bool lane = false;                // one thread does everything
   bool by_split = false;            // attention work items are splits, not whole rows
   std::uint16_t* keys = nullptr;    // of the current layer, see Pass::kv
   std::uint16_t* values = nullptr;
+  Act act[2], middle;               // inputs, by Place, and of `down`
+  const std::vector<RowGroup>* groups = nullptr;
 };
 
 }  // namespace paceline

@@ -37,20 +37,31 @@ void Model::fetch_ahead_of(int thread, int layer, int phase) const {
   }
 }
 
+template <class Body>
+void Model::share(const Chunk& c, int thread, int layer, int phase, Body body) {
+  if (c.lane) {
+    body(0, units(c, phase));
+    return;
+  }
+  Shares& shares = work_->shares[size(PHASES * layer + phase)];
+  for (int begin = 0, end = 0; shares.next(thread, begin, end);) body(begin, end);
+}
+
 // Token embeddings and rotary angles; rows are dealt out to the threads.
 void Model::embed(Chunk& c, int thread) {
   Workspace& w = *work_;
   const std::ptrdiff_t D = config.hidden, half = config.head_size / 2;
   for (int r = thread; r < c.rows; r += c.n_threads) {
-    float* x = w.x.get() + r * D;
+    const std::ptrdiff_t at = c.first + r;
+    float* x = w.x.get() + at * D;
     unpack_row(embedding, c.pass.tokens[c.row0 + r], x);
     if (config.embedding_scale != 1.0f)
       for (int i = 0; i < D; ++i) x[i] *= config.embedding_scale;
     const double position = c.pass.positions[c.row0 + r];
     for (int i = 0; i < half; ++i) {
       const double angle = position * config.inverse_frequencies[size(i)];
-      w.cos.get()[r * half + i] = static_cast<float>(std::cos(angle)) * config.rope_scale;
-      w.sin.get()[r * half + i] = static_cast<float>(std::sin(angle)) * config.rope_scale;
+      w.cos.get()[at * half + i] = static_cast<float>(std::cos(angle)) * config.rope_scale;
+      w.sin.get()[at * half + i] = static_cast<float>(std::sin(angle)) * config.rope_scale;
     }
   }
 }
@@ -72,10 +83,10 @@ const Act& Model::prepare(Chunk& c, int thread, Place place, const float* norm) 
   Workspace& w = *work_;
   ThreadSpace& own = w.threads[size(thread)];
   const bool solo = c.solo;
-  const Act& out = solo ? own.act[place].act() : w.act[place].act();
+  const Act& out = c.act[place];
   const float* from = place == ATTENDED ? w.attended.get() : w.x.get();
   for (int r = solo ? 0 : thread; r < c.rows; r += solo ? 1 : c.n_threads) {
-    const float* x = from + static_cast<std::ptrdiff_t>(r) * out.n_in;
+    const float* x = from + static_cast<std::ptrdiff_t>(c.first + r) * out.n_in;
     if (place == ATTENDED && c.by_split) {
       fold_splits(c, r, own.row.get());
       x = own.row.get();
@@ -97,8 +108,7 @@ void Model::attention_inputs(Chunk& c, int thread, int layer) {
   float* row = w.threads[size(thread)].row.get();
   auto* halves = reinterpret_cast<std::uint16_t*>(row);
   const float scale = 1.0f / std::sqrt(static_cast<float>(E));
-  Shares& heads = w.shares[size(PHASES * layer + QKV)];
-  for (int begin = 0, end = 0; heads.next(thread, begin, end);) {
+  share(c, thread, layer, QKV, [&](int begin, int end) {
     for (int unit = begin; unit < end; ++unit) {
       const bool is_q = unit < H, is_k = !is_q && unit < H + K;
       const int head = is_q ? unit : is_k ? unit - H : unit - H - K;
@@ -115,10 +125,10 @@ void Model::attention_inputs(Chunk& c, int thread, int layer) {
           kernels->rms_norm(row, norm, E, config.eps, x);
         }
         if (is_q || is_k)
-          kernels->rope(x, w.cos.get() + static_cast<std::ptrdiff_t>(r) * (E / 2),
-                        w.sin.get() + static_cast<std::ptrdiff_t>(r) * (E / 2), E);
+          kernels->rope(x, w.cos.get() + static_cast<std::ptrdiff_t>(c.first + r) * (E / 2),
+                        w.sin.get() + static_cast<std::ptrdiff_t>(c.first + r) * (E / 2), E);
         if (is_q) {
-          float* q = w.q.get() + (static_cast<std::ptrdiff_t>(r) * H + head) * E;
+          float* q = w.q.get() + (static_cast<std::ptrdiff_t>(c.first + r) * H + head) * E;
           for (int i = 0; i < E; ++i) q[i] = x[i] * scale;
         } else {
           const std::ptrdiff_t slot = c.pass.slots[c.row0 + r];
@@ -133,18 +143,18 @@ void Model::attention_inputs(Chunk& c, int thread, int layer) {
         }
       }
     }
-  }
+  });
 }
 
 void Model::attention(Chunk& c, int thread, int layer) {
   // Items that read the same keys follow one another: the second finds them in the cache.
-  const int groups = static_cast<int>(work_->groups.size()), splits = c.by_split ? c.max_splits : 1;
-  Shares& items = work_->shares[size(PHASES * layer + ATTEND)];
-  for (int begin = 0, end = 0; items.next(thread, begin, end);)
+  const int groups = static_cast<int>(c.groups->size()), splits = c.by_split ? c.max_splits : 1;
+  share(c, thread, layer, ATTEND, [&](int begin, int end) {
     for (int item = begin; item < end; ++item) {
       const int split = item / groups % splits, kv_head = item / groups / splits;
-      attend(c, thread, work_->groups[size(item % groups)], kv_head, split);
+      attend(c, thread, (*c.groups)[size(item % groups)], kv_head, split);
     }
+  });
 }
 
 // The query heads that share kv_head, of a few rows: over all their keys, or one split of them,
@@ -156,7 +166,7 @@ void Model::attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split) 
   const auto path = [&](int r) -> const Path& { return w.paths[size(c.row0 + rows.first + r)]; };
   const auto keys = [&](int r) { return path(r).n_committed + path(r).n_own; };
   const auto head_at = [&](const Buffer<float>& of, int r) {
-    return of.get() + ((rows.first + r) * H + kv_head * G) * E;
+    return of.get() + ((c.first + rows.first + r) * H + kv_head * G) * E;
   };
   const auto slots = [&](int r, int at, int n) {
     const Path& p = path(r);
@@ -207,24 +217,23 @@ void Model::fold_splits(Chunk& c, int row, float* out) {
 }
 
 // x += weights . a
-void Model::project(Chunk& c, int thread, const Linear& weights, const Act& a, int share) {
-  float* x = work_->x.get();
-  Shares& tiles = work_->shares[size(share)];
-  (void)c;
-  for (int begin = 0, end = 0; tiles.next(thread, begin, end);)
+void Model::project(Chunk& c, int thread, int layer, int phase, const Act& a) {
+  const Linear& weights = phase == PROJECT ? layers[size(layer)].o : layers[size(layer)].down;
+  float* x = work_->x.get() + static_cast<std::ptrdiff_t>(c.first) * config.hidden;
+  share(c, thread, layer, phase, [&](int begin, int end) {
     kernels->linear(weights, a, begin, end, x + begin * TILE, config.hidden, true);
+  });
 }
 
 // silu(gate) * up, 32 outputs at a time, straight into the quantised input of `down`.
 void Model::mlp(Chunk& c, int thread, int layer, const Act& a) {
   Workspace& w = *work_;
   const Layer& l = layers[size(layer)];
-  const Act& out = w.middle.act();
+  const Act& out = c.middle;
   const int at_once = mlp_units(c.rows), width = at_once * GROUP;
   float* gate = w.threads[size(thread)].tiles.get();
   float* up = gate + static_cast<std::ptrdiff_t>(c.rows) * width;
-  Shares& units = w.shares[size(PHASES * layer + GATE_UP)];
-  for (int begin = 0, end = 0; units.next(thread, begin, end);) {
+  share(c, thread, layer, GATE_UP, [&](int begin, int end) {
     for (int unit = begin; unit < end; unit += at_once) {
       const int last = std::min(unit + at_once, end);
       const int i0 = unit * GROUP, i1 = std::min(last * GROUP, config.intermediate);
@@ -240,7 +249,7 @@ void Model::mlp(Chunk& c, int thread, int layer, const Act& a) {
       }
       if (out.q != nullptr) kernels->quantize(gate, width, 0, c.rows, unit, last - unit, out);
     }
-  }
+  });
 }
 
 // Final norm and logits of the wanted rows.

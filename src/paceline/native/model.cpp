@@ -64,7 +64,8 @@ void Model::reserve(const Pass& pass) {
   Workspace& w = *work_;
   const int D = config.hidden, E = config.head_size, HE = config.heads * E;
   const int group = config.heads / config.kv_heads;
-  const std::size_t rows = size(std::min(pass.n_rows, CHUNK));
+  const int most = chunk_rows(pass.n_rows, n_threads);
+  const std::size_t rows = size(most), short_rows = size(std::min(most, SOLO_ROWS));
   w.x.reserve(rows * size(D));
   w.q.reserve(rows * size(HE));
   w.attended.reserve(rows * size(HE));
@@ -73,7 +74,8 @@ void Model::reserve(const Pass& pass) {
   if (w.threads.size() < size(n_threads)) w.threads.resize(size(n_threads));
   for (ThreadSpace& t : w.threads) {
     t.row.reserve(size(std::max({D, config.intermediate, HE})));
-    t.tiles.reserve(std::max(rows * size(E), 2 * rows * size(GROUP * mlp_units(static_cast<int>(rows)))));
+    t.tiles.reserve(std::max({rows * size(E), 2 * rows * size(GROUP * mlp_units(most)),
+                              2 * short_rows * size(GROUP * mlp_units(SOLO_ROWS))}));
     t.attention.reserve(attend_floats(group, E));
     t.slots.reserve(ATTEND_ROWS * SPLIT);
   }
@@ -81,8 +83,10 @@ void Model::reserve(const Pass& pass) {
     w.shares = std::vector<Shares>(PHASES * layers.size() + 1);
 }
 
-void Model::group_rows(const Chunk& c) {
-  std::vector<RowGroup>& groups = work_->groups;
+// Groups of rows for attention, kept in place `place` of the workspace.
+void Model::group_rows(Chunk& c, std::size_t place) {
+  std::vector<RowGroup>& groups = work_->groups[place];
+  c.groups = &groups;
   const int most = rows_per_item(c.rows, config.kv_heads, c.n_threads);
   groups.clear();
   for (int s = 0; s < c.pass.n_seqs; ++s) {
@@ -92,18 +96,83 @@ void Model::group_rows(const Chunk& c) {
   }
 }
 
+int Model::units(const Chunk& c, int phase) const {
+  switch (phase) {
+    case QKV: return config.heads + 2 * config.kv_heads;
+    case ATTEND: return static_cast<int>(c.groups->size()) * config.kv_heads * (c.by_split ? c.max_splits : 1);
+    case GATE_UP: return (config.intermediate + GROUP - 1) / GROUP;
+    default: return n_tiles(config.hidden);
+  }
+}
+
 void Model::reset_shares(const Chunk& c) {
   std::vector<Shares>& shares = work_->shares;
-  const int attend_items = static_cast<int>(work_->groups.size()) * config.kv_heads * (c.by_split ? c.max_splits : 1);
-  for (std::size_t l = 0; l < layers.size(); ++l) {
-    Shares* of = &shares[PHASES * l];
-    of[QKV].reset(config.heads + 2 * config.kv_heads, c.n_threads);
-    of[ATTEND].reset(attend_items, c.n_threads);
-    of[PROJECT].reset(n_tiles(config.hidden), c.n_threads);
-    of[GATE_UP].reset((config.intermediate + GROUP - 1) / GROUP, c.n_threads);
-    of[DOWN].reset(n_tiles(config.hidden), c.n_threads);
-  }
+  for (std::size_t l = 0; l < layers.size(); ++l)
+    for (int phase = 0; phase < PHASES; ++phase)
+      shares[PHASES * l + size(phase)].reset(units(c, phase), c.n_threads);
   shares.back().reset(n_tiles(head.n_out), c.n_threads);
+}
+
+// Rows [row0, row0 + rows) as a chunk whose inputs have no room yet.
+Model::Chunk Model::cut(const Pass& pass, int row0, int rows) const {
+  Chunk c{pass};
+  c.row0 = row0;
+  c.rows = rows;
+  c.n_threads = n_threads;
+  for (int r = 0; r < rows; ++r) {
+    const Path& path = work_->paths[size(row0 + r)];
+    c.max_splits = std::max(c.max_splits, (path.n_committed + path.n_own + SPLIT - 1) / SPLIT);
+  }
+  c.by_split = c.max_splits > 1 && rows * config.kv_heads < 8 * n_threads;
+  c.solo = rows <= (c.by_split ? SOLO_SPLIT_ROWS : SOLO_ROWS);
+  return c;
+}
+
+// Room for the inputs of a chunk's matrices, each in the forms that they ask for.
+void Model::shape(Chunk& c) {
+  Workspace& w = *work_;
+  ActForms layer_input, attended, middle, last;
+  for (const Layer& l : layers) {
+    for (const Linear* i : {&l.q, &l.k, &l.v, &l.gate, &l.up}) layer_input.need(i->format);
+    attended.need(l.o.format);
+    middle.need(l.down.format);
+  }
+  last.need(head.format);
+  const int block = kernels->max_block;
+  const auto both = [&](ActBuffer* acts) {
+    c.act[LAYER_INPUT] = acts[LAYER_INPUT].shape(c.rows, config.hidden, layer_input, block);
+    c.act[ATTENDED] = acts[ATTENDED].shape(c.rows, config.heads * config.head_size, attended, block);
+  };
+  if (!c.solo) both(w.act);
+  else for (ThreadSpace& t : w.threads) both(t.act);
+  c.middle = w.middle.shape(c.rows, config.intermediate, middle, block);
+  w.last.shape(c.n_wanted, config.hidden, last, block);
+  if (c.by_split) {
+    const std::size_t n = size(c.rows) * size(c.max_splits) * size(config.heads);
+    w.split_max.reserve(n);
+    w.split_sum.reserve(n);
+    w.split_out.reserve(n * size(config.head_size));
+  }
+}
+
+// A shaped chunk's rows in n even parts.
+std::vector<Model::Chunk> Model::lanes_of(const Chunk& c, int n) {
+  Workspace& w = *work_;
+  std::vector<Chunk> lanes;
+  for (int i = 0; i < n; ++i) {
+    const int first = block_start(c.rows, n, i), rows = block_start(c.rows, n, i + 1) - first;
+    Chunk lane = cut(c.pass, c.row0 + first, rows);
+    lane.first = first;
+    lane.n_threads = 1;
+    lane.lane = lane.solo = true;
+    lane.by_split = false;
+    for (const Place place : {LAYER_INPUT, ATTENDED})
+      lane.act[place] = w.act[place].part(first, rows, kernels->max_block);
+    lane.middle = w.middle.part(first, rows, kernels->max_block);
+    group_rows(lane, size(i));
+    lanes.push_back(lane);
+  }
+  return lanes;
 }
 
 void Model::forward(const Pass& pass) {
@@ -111,86 +180,113 @@ void Model::forward(const Pass& pass) {
   Workspace& w = *work_;
   plan(pass);
   reserve(pass);
-  enum { MIDDLE = ATTENDED + 1, LAST };
-  ActForms forms[LAST + 1];  // what the matrices read, by place
-  for (const Layer& l : layers) {
-    for (const Linear* i : {&l.q, &l.k, &l.v, &l.gate, &l.up}) forms[LAYER_INPUT].need(i->format);
-    forms[ATTENDED].need(l.o.format);
-    forms[MIDDLE].need(l.down.format);
-  }
-  forms[LAST].need(head.format);
-  const int block = kernels->max_block, HE = config.heads * config.head_size;
-  for (int row0 = 0, wanted = 0; row0 < pass.n_rows; row0 += CHUNK) {
-    Chunk c{pass};
-    c.row0 = row0;
-    c.rows = std::min(CHUNK, pass.n_rows - row0);
-    c.n_threads = n_threads;
+  for (int row0 = 0, wanted = 0, rows = 0; row0 < pass.n_rows; row0 += rows) {
+    rows = chunk_rows(pass.n_rows - row0, n_threads);
+    Chunk c = cut(pass, row0, rows);
     c.wanted0 = wanted;
-    while (wanted < pass.n_wanted && pass.wanted[wanted] < row0 + c.rows) ++wanted;
+    while (wanted < pass.n_wanted && pass.wanted[wanted] < row0 + rows) ++wanted;
     c.n_wanted = wanted - c.wanted0;
-    for (int r = 0; r < c.rows; ++r) {
-      const Path& path = w.paths[size(row0 + r)];
-      c.max_splits = std::max(c.max_splits, (path.n_committed + path.n_own + SPLIT - 1) / SPLIT);
+    const int n_lanes = lane_count(rows, n_threads);
+    if (n_lanes > 0) c.solo = false;
+    shape(c);
+    w.groups.resize(std::max(w.groups.size(), size(std::max(1, n_lanes))));
+    if (n_lanes == 0) {
+      group_rows(c, 0);
+      reset_shares(c);
+      Pool::instance().run(n_threads, [&](int thread, int) {
+        Chunk mine = c;
+        if (c.solo)
+          for (const Place place : {LAYER_INPUT, ATTENDED})
+            mine.act[place] = w.threads[size(thread)].act[place].act();
+        run_chunk(mine, thread);
+      });
+    } else {
+      std::vector<Chunk> lanes = lanes_of(c, n_lanes);
+      for (Shares& s : w.shares) s.reset(n_lanes, n_threads);
+      w.shares.back().reset(n_tiles(head.n_out), n_threads);
+      Pool::instance().run(n_threads, [&](int thread, int) { run_lanes(c, lanes, thread); });
     }
-    c.by_split = c.max_splits > 1 && c.rows * config.kv_heads < 8 * n_threads;
-    if (c.by_split) {
-      const std::size_t n = size(c.rows) * size(c.max_splits) * size(config.heads);
-      w.split_max.reserve(n);
-      w.split_sum.reserve(n);
-      w.split_out.reserve(n * size(config.head_size));
-    }
-    c.solo = c.rows <= (c.by_split ? SOLO_SPLIT_ROWS : SOLO_ROWS);
-    const auto shape = [&](ActBuffer* acts) {
-      acts[LAYER_INPUT].shape(c.rows, config.hidden, forms[LAYER_INPUT], block);
-      acts[ATTENDED].shape(c.rows, HE, forms[ATTENDED], block);
-    };
-    if (!c.solo) shape(w.act);
-    else for (ThreadSpace& t : w.threads) shape(t.act);
-    w.middle.shape(c.rows, config.intermediate, forms[MIDDLE], block);
-    w.last.shape(c.n_wanted, config.hidden, forms[LAST], block);
-    group_rows(c);
-    reset_shares(c);
-    Pool::instance().run(n_threads, [&](int thread, int) {
-      Chunk mine = c;
-      run_chunk(mine, thread);
-    });
   }
+}
+
+// Rows [from, to) of a chunk as they enter a layer, to whoever asked for them.
+void Model::copy_tap(const Chunk& c, int layer, int from, int to) const {
+  float* tap = c.pass.taps[size(layer)];
+  if (tap == nullptr) return;
+  const std::ptrdiff_t D = config.hidden;
+  const float* x = work_->x.get();
+  std::copy(x + (c.first + from) * D, x + (c.first + to) * D, tap + (c.row0 + from) * D);
+}
+
+// A lane up to the keys and values of a layer.
+void Model::begin_layer(Chunk& lane, int thread, int layer) {
+  const Pass& pass = lane.pass;
+  copy_tap(lane, layer, 0, lane.rows);
+  if (layer == static_cast<int>(layers.size())) return;
+  const std::ptrdiff_t plane = static_cast<std::ptrdiff_t>(pass.n_slots) * config.kv_heads * config.head_size;
+  lane.keys = pass.kv + 2 * layer * plane;
+  lane.values = lane.keys + plane;
+  if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) attention_inputs(lane, thread, layer);
+}
+
+// The rest of it, when the keys of all lanes are there.
+void Model::end_layer(Chunk& lane, int thread, int layer) {
+  const Pass& pass = lane.pass;
+  if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) {
+    attention(lane, thread, layer);
+    project(lane, thread, layer, PROJECT, prepare(lane, thread, ATTENDED, nullptr));
+  }
+  if (pass.run_mlp == nullptr || pass.run_mlp[layer] != 0) {
+    mlp(lane, thread, layer, prepare(lane, thread, LAYER_INPUT, layers[size(layer)].mlp_norm));
+    project(lane, thread, layer, DOWN, lane.middle);
+  }
+}
+
+void Model::run_lanes(Chunk& c, std::vector<Chunk>& lanes, int thread) {
+  Pool& pool = Pool::instance();
+  const int n_layers = static_cast<int>(layers.size());
+  for (int layer = -1; layer < n_layers; ++layer) {
+    Shares& shares = work_->shares[size(layer < 0 ? QKV : PHASES * layer + ATTEND)];
+    for (int begin = 0, end = 0; shares.next(thread, begin, end);)
+      for (int i = begin; i < end; ++i) {
+        Chunk& lane = lanes[size(i)];
+        if (layer < 0) embed(lane, 0);
+        else end_layer(lane, thread, layer);
+        begin_layer(lane, thread, layer + 1);
+      }
+    pool.barrier();
+  }
+  output(c, thread);
 }
 
 void Model::run_chunk(Chunk& c, int thread) {
   Pool& pool = Pool::instance();
-  Workspace& w = *work_;
   const Pass& pass = c.pass;
-  const int D = config.hidden;
+  const int n_layers = static_cast<int>(layers.size());
   const std::ptrdiff_t plane = static_cast<std::ptrdiff_t>(pass.n_slots) * config.kv_heads * config.head_size;
   embed(c, thread);
   pool.barrier();
-  for (std::size_t l = 0; l <= layers.size(); ++l) {
-    if (pass.taps[l] != nullptr) {  // x changes only after another barrier
-      const std::ptrdiff_t from = c.rows * thread / c.n_threads, to = c.rows * (thread + 1) / c.n_threads;
-      std::copy(w.x.get() + from * D, w.x.get() + to * D, pass.taps[l] + (c.row0 + from) * D);
-    }
-    if (l == layers.size()) break;
-    const int layer = static_cast<int>(l), phases = PHASES * layer;
-    if (pass.run_attention == nullptr || pass.run_attention[l] != 0) {
-      c.keys = pass.kv + 2 * static_cast<std::ptrdiff_t>(l) * plane;
+  for (int layer = 0; layer <= n_layers; ++layer) {
+    // x changes only after another barrier
+    copy_tap(c, layer, c.rows * thread / c.n_threads, c.rows * (thread + 1) / c.n_threads);
+    if (layer == n_layers) break;
+    if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) {
+      c.keys = pass.kv + 2 * layer * plane;
       c.values = c.keys + plane;
       attention_inputs(c, thread, layer);
       fetch_ahead_of(thread, layer, PROJECT);
       pool.barrier();
       attention(c, thread, layer);
       pool.barrier();
-      const Act& a = prepare(c, thread, ATTENDED, nullptr);
-      project(c, thread, layers[l].o, a, phases + PROJECT);
+      project(c, thread, layer, PROJECT, prepare(c, thread, ATTENDED, nullptr));
       fetch_ahead_of(thread, layer, GATE_UP);
       pool.barrier();
     }
-    if (pass.run_mlp == nullptr || pass.run_mlp[l] != 0) {
-      const Act& a = prepare(c, thread, LAYER_INPUT, layers[l].mlp_norm);
-      mlp(c, thread, layer, a);
+    if (pass.run_mlp == nullptr || pass.run_mlp[layer] != 0) {
+      mlp(c, thread, layer, prepare(c, thread, LAYER_INPUT, layers[size(layer)].mlp_norm));
       fetch_ahead_of(thread, layer, DOWN);
       pool.barrier();
-      project(c, thread, layers[l].down, w.middle.act(), phases + DOWN);
+      project(c, thread, layer, DOWN, c.middle);
       fetch_ahead_of(thread, layer + 1, QKV);
       pool.barrier();
     }

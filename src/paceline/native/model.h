@@ -90,9 +90,20 @@ class Model {
 
   void plan(const Pass& pass);
   void reserve(const Pass& pass);
-  void group_rows(const Chunk& c);
+  Chunk cut(const Pass& pass, int row0, int rows) const;
+  void shape(Chunk& c);
+  std::vector<Chunk> lanes_of(const Chunk& c, int n);
+  void group_rows(Chunk& c, std::size_t place);
+  int units(const Chunk& c, int phase) const;
   void reset_shares(const Chunk& c);
   void run_chunk(Chunk& c, int thread);
+  void run_lanes(Chunk& c, std::vector<Chunk>& lanes, int thread);
+  void begin_layer(Chunk& lane, int thread, int layer);
+  void end_layer(Chunk& lane, int thread, int layer);
+  void copy_tap(const Chunk& c, int layer, int from, int to) const;
+  // body(begin, end) for this thread's share of a phase's units.
+  template <class Body>
+  void share(const Chunk& c, int thread, int layer, int phase, Body body);
   void embed(Chunk& c, int thread);
   // The input of linear layers: `norm` (plain copy where nullptr) and quantisation of x.
   enum Place { LAYER_INPUT, ATTENDED };
@@ -103,7 +114,7 @@ class Model {
   void attention(Chunk& c, int thread, int layer);
   void attend(Chunk& c, int thread, RowGroup rows, int kv_head, int split);
   void fold_splits(Chunk& c, int row, float* out);
-  void project(Chunk& c, int thread, const Linear& w, const Act& a, int share);
+  void project(Chunk& c, int thread, int layer, int phase, const Act& a);
   void mlp(Chunk& c, int thread, int layer, const Act& a);
   void output(Chunk& c, int thread);
   void fetch_ahead_of(int thread, int layer, int phase) const;

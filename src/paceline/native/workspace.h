@@ -61,6 +61,17 @@ class ActBuffer {
     return act_;
   }
   const Act& act() const { return act_; }
+  // Room for so many rows, of which `part` lays out some: rows of other parts are not touched.
+  Act part(int first, int rows, int max_block) const {
+    Act a = act_;
+    a.rows = rows;
+    a.n_blocks = block_count(rows, max_block);
+    const std::ptrdiff_t n = static_cast<std::ptrdiff_t>(first) * a.n_in, groups = n / GROUP;
+    if (a.q != nullptr) a.q += n, a.d += groups, a.ds += groups;
+    if (a.offset != nullptr) a.offset += 4 * groups;
+    if (a.f != nullptr) a.f += n;
+    return a;
+  }
   std::size_t bytes() const {
     return q_.bytes() + d_.bytes() + ds_.bytes() + offset_.bytes() + f_.bytes();
   }
@@ -90,7 +101,7 @@ struct Workspace {
   std::vector<ThreadSpace> threads;
   std::vector<Shares> shares;   // five per layer, and the head's
   std::vector<Path> paths;      // [N]
-  std::vector<RowGroup> groups; // of the current chunk, for attention
+  std::vector<std::vector<RowGroup>> groups;  // of the current chunk or its lanes, for attention
   std::vector<std::vector<std::int32_t>> lists;      // slots below the committed prefix
   std::vector<std::vector<std::int32_t>> committed;  // per sequence
 };
