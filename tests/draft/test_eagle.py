@@ -31,8 +31,10 @@ from scipy.stats import chisquare
 
 from paceline.core.shapes import Beam
 from paceline.draft.eagle import EagleDrafter
+from paceline.draft.kept import MOST
 from paceline.draft.none import NoDrafter
 from paceline.engine.engine import EngineConfig
+from paceline.engine.policy import FixedBudget
 from paceline.errors import UserError
 from paceline.models.base import TargetModel
 from paceline.models.heads.passes import Part
@@ -240,21 +242,43 @@ def test_batch_and_order_do_not_matter(target) -> None:
         assert together == solo == backwards[::-1]
 
 
-def test_a_cached_beginning_is_not_read_again_for_a_head(target, plain) -> None:
-    """Twice the same prompt in one engine, then a longer one: the head begins behind what is
-    cached, and drafts."""
-    e = engine(target, eagle(target))
-    first, second = (run(e, [PROMPTS[3]], GREEDY)[0] for _ in range(2))
-    assert (first.stats.cached, second.stats.cached) == (0, 20)
-    assert first.token_ids == second.token_ids == plain[True][3]
-    assert min(first.stats.drafted, second.stats.drafted) > 0
-    longer = [*PROMPTS[3], *first.token_ids, 5, 6, 7]
-    warm, cold = (
-        run(e, [longer], GREEDY)[0],
-        run(engine(target, eagle(target)), [longer], GREEDY)[0],
-    )
-    assert warm.stats.cached > len(PROMPTS[3])
-    assert warm.token_ids == cold.token_ids
+@pytest.mark.parametrize("shape", [None, TREE])
+@pytest.mark.parametrize("policy", [FixedBudget(4), Seldom(4)])
+def test_a_cached_beginning_is_remembered(target, policy, shape) -> None:
+    """The same prompt again, others meanwhile, then the next turns of a conversation: nothing is
+    read twice, and what is drafted is what a head drafts that reads everything."""
+    drafter = eagle(target, shape=shape)
+    e = engine(target, drafter)
+    e.policy = policy
+    recorder = Recorder(drafter)
+    history = list(PROMPTS[3])
+    for turn in range(4):
+        if turn == 2:
+            run(e, PROMPTS[:3], SamplingParams(max_tokens=5))
+        seen = len(recorder.seen)
+        warm = run(e, [history], GREEDY)[0]
+        assert (warm.stats.cached > 0) == (turn > 0)
+        afresh = eagle(target, shape=shape)
+        cold = engine(target, afresh)
+        cold.policy = policy
+        want = Recorder(afresh)
+        assert run(cold, [history], GREEDY)[0].token_ids == warm.token_ids
+        assert recorder.seen[seen:] == want.seen
+        assert len(want.seen) > 3
+        if turn > 0:
+            history += [*warm.token_ids, 5, 6, 7]
+
+
+def test_behind_a_beginning_that_nobody_remembers_a_head_begins_anew(target, plain) -> None:
+    drafter = eagle(target)
+    e = engine(target, drafter)
+    run(e, [PROMPTS[3]], GREEDY)
+    for other in range(MOST):
+        run(e, [(90 + other, 3)], SamplingParams(max_tokens=3))
+    again = run(e, [PROMPTS[3]], GREEDY)[0]
+    assert again.stats.cached == 20
+    assert again.token_ids == plain[True][3]
+    assert again.stats.drafted > 0
 
 
 def test_banned_tokens_are_not_proposed(target) -> None:

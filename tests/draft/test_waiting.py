@@ -50,6 +50,20 @@ def test_the_last_rows_stay(monkeypatch, most: int, foreign: int) -> None:
         assert beside <= foreign + 4 * T * D * 6
 
 
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 11])
+def test_the_first_rows_stay(n: int) -> None:
+    waiting = Waiting(1000)
+    whole = [range(1), range(6), [0, 3, 5], range(2, 3)]
+    for i, rows in enumerate(whole):
+        waiting.add(states(6, i), rows)
+    before = waiting.joined()
+    waiting.keep_first(n)
+    assert waiting.rows == n
+    waiting.add(states(6, 9), [4, 5])
+    more = side_by_side(states(6, 9), [4, 5])
+    assert torch.equal(waiting.joined(), torch.cat([before[:n], more]))
+
+
 def test_foreign_rows_are_kept_up_to_a_bound(monkeypatch) -> None:
     """One row of sixteen, a hundred times. Without a copy all of the passes stay alive."""
     per_pass = T * 16 * D * 4

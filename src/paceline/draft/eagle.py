@@ -29,6 +29,7 @@ from paceline.core.tree import TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.coupling import next_token
 from paceline.draft.heads import HeadVocabulary, committed_rows, heat
+from paceline.draft.kept import Kept
 from paceline.draft.waiting import Waiting
 from paceline.errors import UserError
 from paceline.models.base import KVStore, TargetModel, TargetOutput, stack
@@ -65,6 +66,15 @@ class _State:
         if dropped:  # what was fed does not touch what waits any more
             self.start += self.cache.rows + dropped
             self.cache.rows, self.last_D = 0, None
+
+    def cut(self, n: int) -> None:
+        """Forget what was seen behind the first n tokens."""
+        fed = n - self.start
+        if fed <= self.cache.rows:
+            self.cache.rows, self.last_D = fed, None
+            self.waiting.clear()
+        else:
+            self.waiting.keep_first(fed - self.cache.rows)
 
     def waiting_tokens(self, seq: Sequence) -> list[int]:
         """The tokens whose embeddings go with the features that wait."""
@@ -145,6 +155,8 @@ class EagleDrafter:
         self._weight_bytes = weight_bytes
         self._block_size = block_size
         self._states: dict[int, _State] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._kept: Kept[_State] = Kept()
 
     def bind(self, model: TargetModel, kv: KVStore) -> None:
         """See `draft.base`: the head borrows the target's embeddings. Its cache stays alone."""
@@ -339,20 +351,27 @@ class EagleDrafter:
                 continue
             state = self._states.get(seq.id)
             if state is None:
-                start = seq.computed - len(rows)  # a cached beginning is not computed again
-                state = _State(self._runner.new_cache(), start=start)
-                self._states[seq.id] = state
+                state = self._begin(seq, seq.computed - len(rows))
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
             state.add(taps_TND, rows)
 
+    def _begin(self, seq: Sequence, start: int) -> _State:
+        """start: so many tokens of a cached beginning are not computed again."""
+        state = self._kept.take(seq.tokens, start) or _State(self._runner.new_cache(), start=start)
+        self._states[seq.id], self._tokens[seq.id] = state, seq.tokens
+        return state
+
     def forget(self, seq_id: int) -> None:
-        self._states.pop(seq_id, None)
+        state = self._states.pop(seq_id, None)
+        if state is not None:
+            self._kept.add(self._tokens.pop(seq_id), state)
 
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
-        cached = sum(s.cache.nbytes for s in self._states.values())
+        everything = [*self._states.values(), *self._kept]
+        cached = sum(s.cache.nbytes for s in everything)
         waiting: dict[int, int] = {}
-        for state in self._states.values():
+        for state in everything:
             waiting |= state.waiting.storages()
         return DrafterUsage(
             blocks_used=sum(rows),

@@ -45,6 +45,15 @@ class Waiting:
             self._copy()
         return max(dropped, 0)
 
+    def keep_first(self, n: int) -> None:
+        """Drop what came behind the first n rows."""
+        while self.rows > n:
+            taps_TND, rows = self._pieces.pop()
+            self._foreign -= _foreign(taps_TND, rows)
+            self.rows -= len(rows)
+            if self.rows < n:
+                self.add(taps_TND, rows[: n - self.rows])
+
     def joined(self) -> torch.Tensor:
         """[rows, T * D]: the taps of each side by side. There must be some."""
         return _states(self._pieces).transpose(0, 1).flatten(1)
