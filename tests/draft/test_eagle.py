@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from scipy.stats import chisquare
 
 from paceline.core.shapes import Beam
 from paceline.draft.eagle import EagleDrafter
-from paceline.draft.kept import MOST
+from paceline.draft.eagle_state import ENDED
 from paceline.draft.none import NoDrafter
 from paceline.engine.engine import EngineConfig
 from paceline.engine.policy import FixedBudget
@@ -215,6 +217,22 @@ def test_preemption_does_not_matter(kind: str, steady) -> None:
     assert all(o.stats.accepted == o.stats.drafted > 0 for o in tight)
 
 
+def test_what_was_preempted_is_drafted_for_as_before(target) -> None:
+    """With random weights, under which every row and place counts."""
+    head = random_eagle(eagle_config("eagle3"), target)
+    small = EngineConfig(kv_tokens=84, block_size=4, prefill_chunk=7, max_batch=8)
+    drafter = eagle(target, head=head)
+    recorder = Recorder(drafter)
+    e = engine(target, drafter, 2, small)
+    e.policy = Alternate(2)
+    outputs = run(e, PROMPTS, SamplingParams(max_tokens=26))
+    assert sum(o.stats.preemptions for o in outputs) > 0
+    drafted = [d for d in recorder.seen if len(d[2]) > 1]
+    assert len(drafted) > 20
+    for tokens, budget, tree in drafted:
+        assert list(tree.tokens[1:]) == chain_of(head, target, tokens, budget)
+
+
 def test_batch_and_order_do_not_matter(target) -> None:
     prompts = [*PROMPTS, (2, 2), (6, 5, 4)]
     params = [
@@ -242,38 +260,100 @@ def test_batch_and_order_do_not_matter(target) -> None:
         assert together == solo == backwards[::-1]
 
 
+def drafts_afresh(target, params, policy, prompt, **kind):  # type: ignore[no-untyped-def]
+    """Text and drafts of an engine that has seen nothing else."""
+    drafter = eagle(target, **kind)
+    e = engine(target, drafter)
+    e.policy = policy
+    recorder = Recorder(drafter)
+    return run(e, [prompt], params)[0].token_ids, recorder.seen
+
+
+@pytest.mark.parametrize("most", [30, 31, 32, 33, 34])
 @pytest.mark.parametrize("shape", [None, TREE])
 @pytest.mark.parametrize("policy", [FixedBudget(4), Seldom(4)])
-def test_a_cached_beginning_is_remembered(target, policy, shape) -> None:
-    """The same prompt again, others meanwhile, then the next turns of a conversation: nothing is
+def test_a_cached_beginning_is_remembered(target, policy, shape, most: int) -> None:
+    """Two conversations that begin alike take turns, then the same prompts come again: nothing is
     read twice, and what is drafted is what a head drafts that reads everything."""
+    params = SamplingParams(max_tokens=most)
     drafter = eagle(target, shape=shape)
     e = engine(target, drafter)
     e.policy = policy
     recorder = Recorder(drafter)
-    history = list(PROMPTS[3])
-    for turn in range(4):
-        if turn == 2:
-            run(e, PROMPTS[:3], SamplingParams(max_tokens=5))
-        seen = len(recorder.seen)
-        warm = run(e, [history], GREEDY)[0]
-        assert (warm.stats.cached > 0) == (turn > 0)
-        afresh = eagle(target, shape=shape)
-        cold = engine(target, afresh)
-        cold.policy = policy
-        want = Recorder(afresh)
-        assert run(cold, [history], GREEDY)[0].token_ids == warm.token_ids
-        assert recorder.seen[seen:] == want.seen
-        assert len(want.seen) > 3
-        if turn > 0:
-            history += [*warm.token_ids, 5, 6, 7]
+    histories = [[*PROMPTS[3], 5, 6], [*PROMPTS[3], 5, 7, 8]]
+    for turn in range(3):
+        for i, history in enumerate(histories):
+            seen = len(recorder.seen)
+            warm = run(e, [history], params)[0]
+            assert (warm.stats.cached > 0) == (turn + i > 0)
+            text, drafts = drafts_afresh(target, params, policy, history, shape=shape)
+            assert warm.token_ids == text
+            assert recorder.seen[seen:] == drafts
+            assert len(drafts) > 3
+            if turn == 0:
+                history += [*warm.token_ids, 5, 6, 7]
+
+
+def test_requests_that_begin_alike_share_what_is_remembered(target) -> None:
+    drafter = eagle(target)
+    e = engine(target, drafter)
+    run(e, [PROMPTS[3]], GREEDY)
+    recorder = Recorder(drafter)
+    outputs = run(e, [PROMPTS[3]] * 3, GREEDY)
+    assert [o.stats.cached for o in outputs] == [20] * 3
+    text, drafts = drafts_afresh(target, GREEDY, e.policy, PROMPTS[3])
+    assert ids(outputs) == [text] * 3
+    assert sorted(recorder.seen, key=lambda d: len(d[0])) == [d for d in drafts for _ in range(3)]
+
+
+def test_what_is_remembered_of_a_long_text_is_its_end(target, monkeypatch) -> None:
+    """The window begins behind the prompt's first block: what is left of it is of use where it
+    reaches into the beginning that is cached, else the head begins anew."""
+    monkeypatch.setattr("paceline.draft.eagle_state.WINDOW", 12)
+    head = random_eagle(eagle_config("eagle3"), target)
+    drafter = eagle(target, head=head)
+    e = engine(target, drafter, 0)
+    first = run(e, [PROMPTS[3]], GREEDY)[0]
+    (state,) = drafter._ended
+    assert (state.start, state.known) == (53 - 12, 53)
+    e.policy = FixedBudget(3)
+    recorder = Recorder(drafter)
+    history = [*PROMPTS[3], *first.token_ids, 1, 2]
+    run(e, [history], SamplingParams(max_tokens=3))
+    tokens, budget, tree = recorder.seen[0]
+    path: list[int] = []
+    for _ in range(budget):
+        path.append(int(scratch_logits(head, target, tokens, path, len(tokens) - 13).argmax()))
+    assert list(tree.tokens[1:]) == path
+    again = run(e, [PROMPTS[3]], GREEDY)[0]
+    assert again.token_ids == first.token_ids
+    assert again.stats.drafted > 0
+
+
+def test_a_failed_request_leaves_nothing_behind(target) -> None:
+    drafter = eagle(target)
+    e = engine(target, drafter)
+    (i,) = e.submit(Request(prompt=PROMPTS[3], params=GREEDY))
+    for _ in range(6):
+        e.step()
+    forward = e.model.forward
+
+    def broken(*args, **more):  # type: ignore[no-untyped-def]
+        out = forward(*args, **more)
+        return replace(out, logits_RV=torch.full_like(out.logits_RV, torch.nan))
+
+    e.model = SimpleNamespace(forward=broken)  # type: ignore[assignment]
+    for _ in e.stream():
+        pass
+    assert e.result(i).error is not None
+    assert not list(drafter._ended)
 
 
 def test_behind_a_beginning_that_nobody_remembers_a_head_begins_anew(target, plain) -> None:
     drafter = eagle(target)
     e = engine(target, drafter)
     run(e, [PROMPTS[3]], GREEDY)
-    for other in range(MOST):
+    for other in range(ENDED):
         run(e, [(90 + other, 3)], SamplingParams(max_tokens=3))
     again = run(e, [PROMPTS[3]], GREEDY)[0]
     assert again.stats.cached == 20
@@ -327,7 +407,7 @@ def test_a_broken_head_proposes_nothing_and_says_so(target, plain, caplog) -> No
 
 def test_features_wait_but_not_without_end(target, monkeypatch) -> None:
     """Rounds without a proposal store features only, up to a bound."""
-    monkeypatch.setattr("paceline.draft.eagle.WINDOW", 40)
+    monkeypatch.setattr("paceline.draft.eagle_state.WINDOW", 40)
     drafter = eagle(target)
     e = engine(target, drafter, 0)
     e.submit(Request(prompt=tuple(range(1, 30)), params=SamplingParams(max_tokens=20)))
@@ -345,7 +425,7 @@ def test_features_wait_but_not_without_end(target, monkeypatch) -> None:
 def test_a_head_begins_with_the_last_features_of_a_long_text(target, monkeypatch) -> None:
     """Behind a prompt longer than the window, and again where it was silent for longer."""
     window = 10
-    monkeypatch.setattr("paceline.draft.eagle.WINDOW", window)
+    monkeypatch.setattr("paceline.draft.eagle_state.WINDOW", window)
     head = random_eagle(eagle_config("eagle3"), target)
     drafter = eagle(target, head=head)
     recorder = Recorder(drafter)

@@ -247,7 +247,7 @@ def test_proposals_at_once_are_those_level_by_level(
     kind: str, window: int, shape, target, monkeypatch
 ) -> None:
     """Batches of requests, some of which need all logits; stop tokens; texts of plain decoding."""
-    monkeypatch.setattr("paceline.draft.eagle.WINDOW", window)
+    monkeypatch.setattr("paceline.draft.eagle_state.WINDOW", window)
     head = head_of(target, kind)
     params = [
         *PLAIN,

@@ -56,12 +56,16 @@ def test_the_first_rows_stay(n: int) -> None:
     whole = [range(1), range(6), [0, 3, 5], range(2, 3)]
     for i, rows in enumerate(whole):
         waiting.add(states(6, i), rows)
-    before = waiting.joined()
-    waiting.keep_first(n)
-    assert waiting.rows == n
-    waiting.add(states(6, 9), [4, 5])
+    whole_before = waiting.joined()
+    first = waiting.first(n)
+    assert first.rows == n
+    first.add(states(6, 9), [4, 5])
     more = side_by_side(states(6, 9), [4, 5])
-    assert torch.equal(waiting.joined(), torch.cat([before[:n], more]))
+    assert torch.equal(first.joined(), torch.cat([whole_before[:n], more]))
+    assert torch.equal(waiting.joined(), whole_before)
+    waiting.own()
+    assert torch.equal(waiting.joined(), whole_before)
+    assert sum(waiting.storages().values()) == whole_before.nbytes
 
 
 def test_foreign_rows_are_kept_up_to_a_bound(monkeypatch) -> None:

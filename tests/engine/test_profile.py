@@ -196,7 +196,7 @@ def test_host_cost_by_sequences_and_rows():
         for n in (1, 4)
         for k in (0, 2, 8)
     ]  # fmt: skip
-    runs = [Run(s.session, (s,), 0.0) for s in steps]
+    runs = [Run(s.session, (s,), 0.0, s.session.prompt) for s in steps]
     found = fit_host(runs, TARGET, "greedy")
     for name in ("step", "sequence", "row"):
         assert getattr(found, name) == pytest.approx(getattr(known, name), rel=1e-6)
@@ -213,7 +213,7 @@ def run_of(budgets, seconds, *, sampled=False, prompt=16, t_o=1e-3):
         Step(session=session, k=k, drafted=k, contexts=(prompt,), t_p=seconds(k), t_q=0.0, t_o=t_o)
         for k in budgets
     )
-    return Run(session, steps, 0.0)
+    return Run(session, steps, 0.0, prompt)
 
 
 def test_passes_cost_what_they_cost_in_the_engine():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from paceline.models.safetensors_weights import iter_tensors
 from paceline.train.data import Corpus
 from paceline.train.joint import ADAPTED, AdaptedDecoder, Adapter
 from paceline.train.loop import TrainConfig
-from paceline.train.runs import HeadOptions, train_head
-from paceline.train.target import target_sha256
+from paceline.train.objectives import Moment
+from paceline.train.runs import HeadOptions, make_objective, train_head
+from paceline.train.target import read_tables, target_sha256
 
 OPTIONS = HeadOptions(objective="medusa2", vocabulary=120, heads=2, rank=4, heads_first=3)
 
@@ -96,6 +98,27 @@ def test_a_run_writes_a_target_and_heads_that_fit_it(
     tokens = [1, 2, 3, 4, 5]
     moved = final_of(written, tokens) - final_of(opened(tiny_target), tokens)
     assert float(moved.abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_rows_that_fill_a_pack_up_teach_nothing(
+    prompts: bool, tiny_target: Path, tiny_capture: Path
+) -> None:
+    target, corpus = opened(tiny_target), Corpus(tiny_capture)
+    options = replace(OPTIONS, prompts=prompts, heads_first=0)
+    tables = read_tables(target, torch.float32)
+    packed = corpus.read(corpus.training[:2], ["final"])
+    found = []
+    for rows in (packed, packed.filled_up(64)):
+        objective = make_objective(options, corpus, target, tables, seed=0, dtype=torch.float32)
+        outcome = objective(rows, Moment(1))
+        parameters = [p for p in objective.module.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(outcome.loss, parameters, allow_unused=True)
+        found.append([outcome.loss, *(g for g in gradients if g is not None)])
+        rows_of = [d.rows for d in outcome.depths]
+    assert rows.filling > 0
+    assert min(rows_of) > 0
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_gguf_target_is_refused(smollm_path: Path, tiny_capture: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -262,20 +263,46 @@ def test_joined_attention_equals_the_plain_one(dtype: torch.dtype, n_later: int)
     torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
 
 
+def eagle3_of(tables: Tables, config: LossConfig) -> Objective:
+    return Eagle3(head("eagle3"), tables, config, steps=3)
+
+
+def medusa_of(tables: Tables, config: LossConfig) -> Objective:
+    medusa = MedusaConfig(num_heads=2, hidden=D, vocab_size=V, draft_vocab_size=U)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Medusa1(MedusaHeads(medusa, IDS).double(), tables, config)
+
+
+def lesson_of(objective: Objective, pack: Pack) -> tuple[torch.Tensor, ...]:
+    """Loss, counts by draft step, and gradients."""
+    outcome = objective(pack, Moment(0))
+    parameters = [p for p in objective.module.parameters() if p.requires_grad]
+    depths = torch.tensor([[d.rows, d.agreed, d.overlap] for d in outcome.depths])
+    return outcome.loss.detach(), depths, *torch.autograd.grad(outcome.loss, parameters)
+
+
+@pytest.mark.parametrize("make", [eagle3_of, medusa_of])
 @pytest.mark.parametrize("prompts", [False, True])
-def test_rows_that_fill_a_pack_up_teach_nothing(prompts: bool, pack: Pack, tables: Tables) -> None:
+def test_rows_that_fill_a_pack_up_teach_nothing(
+    prompts: bool, make: Callable[[Tables, LossConfig], Objective], pack: Pack, tables: Tables
+) -> None:
     filled = pack.filled_up(16)
     assert (pack.n_rows, filled.n_rows, filled.filling) == (27, 32, 5)
     assert filled.filled_up(16) is filled
-    found = []
-    for rows in (pack, filled):
-        module = head("eagle3")
-        objective = Eagle3(module, tables, answers(prompts=prompts), steps=3)
-        outcome = objective(rows, Moment(0))
-        gradients = torch.autograd.grad(outcome.loss, list(module.parameters()))
-        depths = torch.tensor([[d.rows, d.agreed, d.overlap] for d in outcome.depths])
-        found.append((outcome.loss, gradients, depths))
+    found = [lesson_of(make(tables, answers(prompts=prompts)), p) for p in (pack, filled)]
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [eagle3_of, medusa_of])
+def test_a_pack_without_anything_to_learn(
+    make: Callable[[Tables, LossConfig], Objective], pack: Pack, tables: Tables
+) -> None:
+    nothing = replace(pack, law_N=torch.zeros_like(pack.law_N))
+    loss, depths, *gradients = lesson_of(make(tables, answers()), nothing)
+    assert float(loss) == 0.0
+    assert not depths.any()
+    assert not any(g.any() for g in gradients)
 
 
 @pytest.mark.parametrize("kind", ["ce", "overlap"])

@@ -69,7 +69,8 @@ class Drafter(Protocol):
         ...
 
     def forget(self, seq_id: int) -> None:
-        """Drop all state of a sequence that ended or was preempted."""
+        """A sequence ended or was preempted. Nothing of it counts as in use any more; what it may
+        tell of others that begin alike can be remembered."""
         ...
 
     def usage(self) -> DrafterUsage: ...

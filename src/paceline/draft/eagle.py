@@ -5,7 +5,8 @@ most probable paths. Row t of the head's cache pairs the target's feature of tok
 embedding of token t + 1:
 
     tokens     x0  x1  x2 ... x(n-2)  x(n-1) = root
-    features   f0  f1  f2 ... f(n-2)               n - 1 of them, as in the target's cache
+    features   f0  f1  f2 ... f(n-2)               n - 1 of them, as in the target's cache; of a
+                                                   long text the last ones (`eagle_state`)
     rows       (f0,x1) (f1,x2) ... (f(n-2),root)   row n - 2 gives the root's children
 
 Below the root the layer's own output takes the feature's place. Those rows are scratch: the
@@ -28,63 +29,15 @@ from paceline.core.shapes import Beam
 from paceline.core.tree import TokenTree, best_paths, chain
 from paceline.draft.base import Arm, DrafterUsage
 from paceline.draft.coupling import next_token
+from paceline.draft.eagle_state import Ended, State
 from paceline.draft.heads import HeadVocabulary, committed_rows, heat
-from paceline.draft.kept import Kept
-from paceline.draft.waiting import Waiting
 from paceline.errors import UserError
 from paceline.models.base import KVStore, TargetModel, TargetOutput, stack
 from paceline.models.heads.config import EagleConfig
-from paceline.models.heads.passes import Ask, EagleRunner, Part, Rows
+from paceline.models.heads.passes import Ask, EagleRunner, Part
 from paceline.sampling.context import Context, Row, context_of
 from paceline.sampling.law import build_laws
-from paceline.types import Sequence
-
-#: Features wait for the next proposal, so that rounds without one cost nothing; so many at
-#: most. A head that is asked behind a longer text begins with these, as if the text did.
-WINDOW = 256
-
-
-@dataclass
-class _State:
-    """cache: rows of the committed tokens whose features were fed; waiting: features of those
-    that follow; last_D: the layer's output of the last fed row. start: tokens before the first
-    of them, whose features nobody has: a prompt's cached beginning, or what waited too long.
-    Positions count from there: an attention with rotary embeddings sees distances alone."""
-
-    cache: Rows
-    waiting: Waiting = field(default_factory=lambda: Waiting(WINDOW))
-    last_D: torch.Tensor | None = None
-    start: int = 0
-
-    @property
-    def known(self) -> int:
-        return self.start + self.cache.rows + self.waiting.rows
-
-    def add(self, taps_TND: torch.Tensor, rows: range | list[int]) -> None:
-        """Features of the tokens that follow, in these rows of a pass."""
-        dropped = self.waiting.add(taps_TND, rows)
-        if dropped:  # what was fed does not touch what waits any more
-            self.start += self.cache.rows + dropped
-            self.cache.rows, self.last_D = 0, None
-
-    def cut(self, n: int) -> None:
-        """Forget what was seen behind the first n tokens."""
-        fed = n - self.start
-        if fed <= self.cache.rows:
-            self.cache.rows, self.last_D = fed, None
-            self.waiting.clear()
-        else:
-            self.waiting.keep_first(fed - self.cache.rows)
-
-    def waiting_tokens(self, seq: Sequence) -> list[int]:
-        """The tokens whose embeddings go with the features that wait."""
-        at = self.start + self.cache.rows + 1
-        return seq.tokens[at : at + self.waiting.rows]
-
-    def fed(self, last_D: torch.Tensor) -> None:
-        """Nothing waits any more; the layer's output of the last row."""
-        self.waiting.clear()
-        self.last_D = last_D
+from paceline.types import FinishReason, Sequence
 
 
 @dataclass
@@ -94,7 +47,7 @@ class _Growing:
     committed row); slots: that row's place in the scratch (the root has none)."""
 
     seq: Sequence
-    state: _State
+    state: State
     budget: int
     context: Context | None
     tokens: list[int]
@@ -154,12 +107,12 @@ class EagleDrafter:
         self._sampled = sampled
         self._weight_bytes = weight_bytes
         self._block_size = block_size
-        self._states: dict[int, _State] = {}
-        self._tokens: dict[int, list[int]] = {}
-        self._kept: Kept[_State] = Kept()
+        self._states: dict[int, State] = {}
+        self._ended = Ended()
 
     def bind(self, model: TargetModel, kv: KVStore) -> None:
         """See `draft.base`: the head borrows the target's embeddings. Its cache stays alone."""
+        self._states, self._ended = {}, Ended()
         self._runner = self._make(model)
         self._vocabulary = HeadVocabulary(self._runner.target_ids, self.config.vocab_size)
 
@@ -190,7 +143,7 @@ class EagleDrafter:
             assert state.known == seq.computed, "a drafter missed a committed position"
             growing[seq.id] = _Growing(seq, state, budget, context_of(seq), [seq.tokens[-1]], {})
         level, active = 0, self._grow_at_once(list(growing.values()))
-        self._catch_up([(g.seq, g.state) for g in active])
+        self._catch_up([g.state for g in active])
         for g in active:
             assert g.state.last_D is not None
             g.hidden[0] = g.state.last_D
@@ -228,7 +181,7 @@ class EagleDrafter:
         return Ask(
             cache=g.state.cache,
             hidden_D=g.state.last_D,
-            tokens=g.state.waiting_tokens(g.seq),
+            tokens=g.state.waiting_tokens(),
             taps_NT=g.state.waiting.joined() if g.state.waiting.rows else None,
             depth=self._depth(g),
             heat=heat(g.seq.params),
@@ -239,7 +192,7 @@ class EagleDrafter:
     def _width(self) -> int:
         return 1 if self.shape is None else self.shape.width
 
-    def _room(self, seq: Sequence, state: _State) -> int:
+    def _room(self, seq: Sequence, state: State) -> int:
         """Tokens that may be drafted before the head's own context ends."""
         return self.config.max_context - (len(seq.tokens) - state.start) + 1
 
@@ -247,18 +200,18 @@ class EagleDrafter:
         deepest = g.budget if self.shape is None else min(self.shape.depth, g.budget)
         return min(deepest, self._room(g.seq, g.state))
 
-    def _catch_up(self, lagging: Seq[tuple[Sequence, _State]]) -> None:
+    def _catch_up(self, lagging: Seq[State]) -> None:
         """Feed all waiting features: one pass, of which the last row's output is kept."""
         parts, taps, fed = [], [], []
         tokens: list[int] = []
         positions: list[int] = []
-        for seq, state in lagging:
+        for state in lagging:
             n = state.waiting.rows
             if n == 0:
                 continue
             at = state.cache.rows
             parts.append(Part(state.cache, at, n))
-            tokens += state.waiting_tokens(seq)
+            tokens += state.waiting_tokens()
             positions += range(at, at + n)
             taps.append(state.waiting.joined())
             fed.append(state)
@@ -346,29 +299,34 @@ class EagleDrafter:
         verdicts: Seq[Verdict | None],
     ) -> None:
         taps_TND = stack(output.taps, self.taps)
-        for seq, rows in zip(seqs, committed_rows(seqs, trees, output, verdicts), strict=True):
+        found = committed_rows(seqs, trees, output, verdicts, ended=True)
+        for seq, rows in zip(seqs, found, strict=True):
+            if seq.finish_reason is FinishReason.ERROR:  # its states are not to be trusted
+                self._states.pop(seq.id, None)
+                continue
             if not rows or seq.params.k == 0:  # k = 0: it never proposes
                 continue
             state = self._states.get(seq.id)
             if state is None:
-                state = self._begin(seq, seq.computed - len(rows))
+                state = self._states[seq.id] = self._begin(seq, seq.computed - len(rows))
+            if seq.done:  # the verdict went beyond its end
+                rows = rows[: seq.computed - state.known]
             assert state.known + len(rows) == seq.computed, "a drafter missed a position"
             state.add(taps_TND, rows)
 
-    def _begin(self, seq: Sequence, start: int) -> _State:
+    def _begin(self, seq: Sequence, start: int) -> State:
         """start: so many tokens of a cached beginning are not computed again."""
-        state = self._kept.take(seq.tokens, start) or _State(self._runner.new_cache(), start=start)
-        self._states[seq.id], self._tokens[seq.id] = state, seq.tokens
-        return state
+        remembered = self._ended.begin(seq, start)
+        return remembered or State(seq.tokens, self._runner.new_cache(), start)
 
     def forget(self, seq_id: int) -> None:
         state = self._states.pop(seq_id, None)
         if state is not None:
-            self._kept.add(self._tokens.pop(seq_id), state)
+            self._ended.add(state)
 
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
-        everything = [*self._states.values(), *self._kept]
+        everything = [*self._states.values(), *self._ended]
         cached = sum(s.cache.nbytes for s in everything)
         waiting: dict[int, int] = {}
         for state in everything:

@@ -35,10 +35,13 @@ def committed_rows(
     trees: Seq[TokenTree],
     output: TargetOutput,
     verdicts: Seq[Verdict | None],
+    *,
+    ended: bool = False,
 ) -> list[range | list[int]]:
     """For each sequence, the packed rows of the pass whose tokens are committed now, in order
     of position: its pending tokens, then the accepted nodes. They are the last of the
-    positions [0, seq.computed). Empty for a sequence that ended.
+    positions [0, seq.computed). Of a sequence that ended, none, or (`ended`) all that was accepted,
+    also behind its end.
 
         pass   [pending ... root][node 1 ... node n]
         rows    all of these     those on the path
@@ -47,7 +50,7 @@ def committed_rows(
     assert len(starts) == len(seqs) + 1, "the target does not say where its rows begin"
     found: list[range | list[int]] = []
     for b, (seq, tree, verdict) in enumerate(zip(seqs, trees, verdicts, strict=True)):
-        if seq.done:
+        if seq.done and not ended:
             found.append(range(0))
             continue
         root = starts[b + 1] - len(tree)

@@ -45,14 +45,19 @@ class Waiting:
             self._copy()
         return max(dropped, 0)
 
-    def keep_first(self, n: int) -> None:
-        """Drop what came behind the first n rows."""
-        while self.rows > n:
-            taps_TND, rows = self._pieces.pop()
-            self._foreign -= _foreign(taps_TND, rows)
-            self.rows -= len(rows)
-            if self.rows < n:
-                self.add(taps_TND, rows[: n - self.rows])
+    def first(self, n: int) -> Waiting:
+        """The first n rows alone."""
+        found = Waiting(self.most)
+        for taps_TND, rows in self._pieces:
+            part = rows[: n - found.rows]
+            if part:
+                found.add(taps_TND, part)
+        return found
+
+    def own(self) -> None:
+        """Keep no row of anybody else alive."""
+        if self._foreign:
+            self._copy()
 
     def joined(self) -> torch.Tensor:
         """[rows, T * D]: the taps of each side by side. There must be some."""

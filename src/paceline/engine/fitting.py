@@ -75,11 +75,12 @@ class Step:
 @dataclass(frozen=True)
 class Run:
     """A session's steps, and what reading the prompts cost the drafter (with the first
-    proposal)."""
+    proposal), so many rows of each."""
 
     session: Session
     steps: tuple[Step, ...]
     t_q_prompt: float
+    fed: int
 
     def scaled(self, factor: float) -> Run:
         """The same with all times multiplied."""
@@ -87,7 +88,7 @@ class Run:
             replace(s, t_p=s.t_p * factor, t_q=s.t_q * factor, t_o=s.t_o * factor)
             for s in self.steps
         )
-        return Run(self.session, steps, self.t_q_prompt * factor)
+        return Run(self.session, steps, self.t_q_prompt * factor, self.fed)
 
 
 def _plain(cycle: Seq[Run]) -> float:
@@ -264,11 +265,11 @@ def _draft_reading(runs: Seq[Run]) -> float:
 
 
 def _feeding(runs: Seq[Run], cost: DraftCost) -> Curve:
-    """What reading a prompt cost, by its length, on top of one token's."""
+    """What reading a prompt cost, by the rows that were read, on top of one token's."""
     points: dict[int, list[float]] = {1: [0.0]}
     for r in runs:
-        if r.session.batch == 1 and r.session.prompt > 1:
-            points.setdefault(r.session.prompt, []).append(r.t_q_prompt)
+        if r.session.batch == 1 and r.fed > 1:
+            points.setdefault(r.fed, []).append(r.t_q_prompt)
     xs = sorted(points)
     ys = tuple(cost.first(1) + median(points[x]) for x in xs)
     return Curve(xs=tuple(map(float, xs)), ys=ys)

@@ -43,7 +43,7 @@ from paceline.engine.sessions import Clock, RandomDrafter, chosen, new_engine, r
 from paceline.models.base import KVStore, RowGroup, TargetModel, pack
 
 #: Changes when what is measured does, so that older cached profiles are not taken.
-METHOD = 4
+METHOD = 5
 
 #: So many times more often than a depth says is anything repeated at most.
 MOST = 5

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from paceline.core.tree import TokenTree, chain
-from paceline.draft.base import Arm, Drafter, SelfDrafter
+from paceline.draft.base import Arm, Drafter, SelfDrafter, arms_of
 from paceline.draft.none import NoDrafter
 from paceline.engine.engine import Engine, EngineConfig
 from paceline.engine.fitting import LONG, Run, Session, Step
@@ -95,6 +95,7 @@ def run_session(engine: Engine, session: Session, vocab: int, rng: np.random.Gen
     try:
         while engine.scheduler.waiting or any(s.n_output == 0 for s in engine.scheduler.running):
             engine.step()
+        fed = _fed(engine, session)
         first = _step(engine, session, max(session.budgets))
         read = engine.stats.time_draft - before
         _step(engine, session, 0)
@@ -105,7 +106,14 @@ def run_session(engine: Engine, session: Session, vocab: int, rng: np.random.Gen
         for i in ids:
             engine.forget(i)
     same = [s.t_q for s in steps if s.k == first.k]
-    return Run(session, tuple(steps), max(read - median(same), 0.0))
+    return Run(session, tuple(steps), max(read - median(same), 0.0), fed)
+
+
+def _fed(engine: Engine, session: Session) -> int:
+    """Rows of each prompt that the drafter will read: not all, where it says so."""
+    lags = [a.lag for s in engine.scheduler.running for a in arms_of(engine.drafter, s)]
+    lag = max(lags, default=0)
+    return min(lag, session.prompt) if lag > 1 else session.prompt
 
 
 def _streak(engine: Engine, session: Session, k: int) -> list[Step]:

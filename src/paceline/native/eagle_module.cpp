@@ -224,6 +224,12 @@ void bind_eagle(nb::module_& m) {
                      require(rows >= 0 && rows <= c.capacity(), "the cache holds fewer rows");
                      c.rows = rows;
                    })
+      .def("copy", [](const EagleCache& c, int rows) {
+        require(rows >= 0 && rows <= c.rows, "the cache holds fewer rows");
+        EagleCache other = c;
+        other.rows = rows;
+        return other;
+      })
       .def_prop_ro("nbytes", &EagleCache::bytes);
   nb::class_<PyEagleLayer>(m, "EagleLayer")
       .def(nb::init<int, int, int, int, int, int, bool, bool, float, std::vector<double>, float, const PyLinear&,

@@ -1,5 +1,5 @@
-// The phases of a layer. Within a phase threads touch disjoint data; model.cpp puts a barrier
-// after each.
+// The phases of a layer. Within a phase threads touch disjoint data; where they share rows, model.cpp
+// puts a barrier after each.
 #include <algorithm>
 #include <cmath>
 #include <cstring>

@@ -74,7 +74,8 @@ void Model::reserve(const Pass& pass) {
   if (w.threads.size() < size(n_threads)) w.threads.resize(size(n_threads));
   for (ThreadSpace& t : w.threads) {
     t.row.reserve(size(std::max({D, config.intermediate, HE})));
-    t.tiles.reserve(std::max({rows * size(E), 2 * rows * size(GROUP * mlp_units(most)),
+    const std::size_t at_once = std::min(rows, size(CHUNK));  // a lane is shorter
+    t.tiles.reserve(std::max({at_once * size(E), 2 * at_once * size(GROUP * mlp_units(most)),
                               2 * short_rows * size(GROUP * mlp_units(SOLO_ROWS))}));
     t.attention.reserve(attend_floats(group, E));
     t.slots.reserve(ATTEND_ROWS * SPLIT);
@@ -187,7 +188,6 @@ void Model::forward(const Pass& pass) {
     while (wanted < pass.n_wanted && pass.wanted[wanted] < row0 + rows) ++wanted;
     c.n_wanted = wanted - c.wanted0;
     const int n_lanes = lane_count(rows, n_threads);
-    if (n_lanes > 0) c.solo = false;
     shape(c);
     w.groups.resize(std::max(w.groups.size(), size(std::max(1, n_lanes))));
     if (n_lanes == 0) {

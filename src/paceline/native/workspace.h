@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-constexpr int CHUNK = 128;  // rows that go through the layers together; fits the caches
+constexpr int CHUNK = 128;  // rows that threads take through the layers together; fits the caches
 
 // Memory aligned to cache lines, without initialisation.
 template <class T>

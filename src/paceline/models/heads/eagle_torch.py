@@ -6,6 +6,7 @@ positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -36,6 +37,11 @@ class TorchRows:
             self.k, self.v = self._grown(self.k, size), self._grown(self.v, size)
         self.k[:, at:end] = k_NKE.transpose(0, 1)
         self.v[:, at:end] = v_NKE.transpose(0, 1)
+
+    def copy(self, rows: int) -> TorchRows:
+        other = copy.copy(self)
+        other.rows, other.k, other.v = rows, self.k[:, :rows].clone(), self.v[:, :rows].clone()
+        return other
 
     @property
     def nbytes(self) -> int:

@@ -21,6 +21,10 @@ class Rows(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def copy(self, rows: int) -> Rows:
+        """The first of the committed rows, in memory of their own."""
+        ...
+
 
 @dataclass(frozen=True)
 class Part:
