@@ -33,7 +33,6 @@ from scipy.stats import chisquare
 
 from paceline.core.shapes import Beam
 from paceline.draft.eagle import EagleDrafter
-from paceline.draft.eagle_state import ENDED
 from paceline.draft.none import NoDrafter
 from paceline.engine.engine import EngineConfig
 from paceline.engine.policy import FixedBudget
@@ -349,12 +348,16 @@ def test_a_failed_request_leaves_nothing_behind(target) -> None:
     assert not list(drafter._ended)
 
 
-def test_behind_a_beginning_that_nobody_remembers_a_head_begins_anew(target, plain) -> None:
+def test_behind_a_beginning_that_nobody_remembers_a_head_begins_anew(
+    target, plain, monkeypatch
+) -> None:
     drafter = eagle(target)
     e = engine(target, drafter)
     run(e, [PROMPTS[3]], GREEDY)
-    for other in range(ENDED):
-        run(e, [(90 + other, 3)], SamplingParams(max_tokens=3))
+    (state,) = drafter._ended
+    monkeypatch.setattr("paceline.draft.eagle_state.ENDED_BYTES", state.nbytes)
+    run(e, [(91, 3)], SamplingParams(max_tokens=3))
+    assert [s.tokens[:2] for s in drafter._ended] == [[91, 3]]
     again = run(e, [PROMPTS[3]], GREEDY)[0]
     assert again.stats.cached == 20
     assert again.token_ids == plain[True][3]

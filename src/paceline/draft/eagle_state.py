@@ -19,8 +19,8 @@ from paceline.types import Sequence
 #: Features wait for the next proposal, so that rounds without one cost nothing; so many at
 #: most. A head that is asked behind a longer text begins with these, as if the text did.
 WINDOW = 256
-#: Ended sequences that are remembered, the last ones.
-ENDED = 8
+#: Ended sequences that are remembered, the last ones, and their bytes, at most.
+ENDED, ENDED_BYTES = 64, 128 << 20
 
 
 def _waiting() -> Waiting:
@@ -45,6 +45,10 @@ class State:
     def known(self) -> int:
         """Features [start, known) are fed or wait."""
         return self.start + self.cache.rows + self.waiting.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + sum(self.waiting.storages().values())
 
     def add(self, taps_TND: torch.Tensor, rows: range | list[int]) -> None:
         """Features of the tokens that follow, in these rows of a pass."""
@@ -86,7 +90,13 @@ class Ended:
         """It belongs to this object now."""
         state.waiting.own()
         others = [s for s in self._states if not _contains(state, s)]
-        self._states = [*others, state][-ENDED:]
+        room, kept = ENDED_BYTES, list[State]()
+        for s in [state, *reversed(others)][:ENDED]:
+            room -= s.nbytes
+            if room < 0:
+                break
+            kept.append(s)
+        self._states = kept[::-1]
 
     def begin(self, seq: Sequence, n: int) -> State | None:
         """What was known of the first n tokens of a sequence, from the latest that began so."""
