@@ -535,3 +535,18 @@ def test_usage_counts_the_heads_cache(target) -> None:
     used = drafter.usage()
     assert used.blocks_used > 0
     assert used.bytes_total > 1000
+
+
+def test_what_is_remembered_costs_a_round_nothing(target, monkeypatch) -> None:
+    """Its size is asked for in every round of a benchmark: it is counted once, when a sequence
+    ends, and its features lie in one piece."""
+    drafter = eagle(target)
+    e = engine(target, drafter, 0)
+    for first in range(5):
+        run(e, [(first, *range(30))], SamplingParams(max_tokens=6))
+    ended = list(drafter._ended)
+    assert len(ended) == 5
+    assert all(len(s.waiting.storages()) == 1 for s in ended)
+    size = sum(s.nbytes for s in ended)
+    monkeypatch.setattr("paceline.draft.eagle_state.State.nbytes", None)
+    assert drafter.usage().bytes_total == size

@@ -326,10 +326,9 @@ class EagleDrafter:
 
     def usage(self) -> DrafterUsage:
         rows = [-(-s.cache.rows // self._block_size) for s in self._states.values()]
-        everything = [*self._states.values(), *self._ended]
-        cached = sum(s.cache.nbytes for s in everything)
+        cached = sum(s.cache.nbytes for s in self._states.values()) + self._ended.nbytes
         waiting: dict[int, int] = {}
-        for state in everything:
+        for state in self._states.values():
             waiting |= state.waiting.storages()
         return DrafterUsage(
             blocks_used=sum(rows),

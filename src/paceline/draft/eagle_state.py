@@ -85,18 +85,25 @@ class Ended:
 
     def __init__(self) -> None:
         self._states: list[State] = []
+        self._bytes: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._bytes)
 
     def add(self, state: State) -> None:
         """It belongs to this object now."""
         state.waiting.own()
-        others = [s for s in self._states if not _contains(state, s)]
-        room, kept = ENDED_BYTES, list[State]()
-        for s in [state, *reversed(others)][:ENDED]:
-            room -= s.nbytes
+        known = zip(self._states, self._bytes, strict=True)
+        others = [(s, n) for s, n in known if not _contains(state, s)]
+        latest, room = [(state, state.nbytes), *reversed(others)][:ENDED], ENDED_BYTES
+        self._states, self._bytes = [], []
+        for s, n in latest:
+            room -= n
             if room < 0:
                 break
-            kept.append(s)
-        self._states = kept[::-1]
+            self._states.insert(0, s)
+            self._bytes.insert(0, n)
 
     def begin(self, seq: Sequence, n: int) -> State | None:
         """What was known of the first n tokens of a sequence, from the latest that began so."""

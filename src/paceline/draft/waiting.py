@@ -55,8 +55,8 @@ class Waiting:
         return found
 
     def own(self) -> None:
-        """Keep no row of anybody else alive."""
-        if self._foreign:
+        """Keep no row of anybody else alive, and all in one piece."""
+        if self._foreign or len(self._pieces) > 1:
             self._copy()
 
     def joined(self) -> torch.Tensor:
