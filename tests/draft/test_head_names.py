@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from head_devices import (
     tiny_config,
     torch_target,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paceline.core.shapes import Beam
@@ -28,6 +30,7 @@ from paceline.draft.none import NoDrafter
 from paceline.errors import UserError
 from paceline.models.config import from_hf
 from paceline.models.heads.formats import HeadNotes, save_head
+from paceline.models.heads.shipped import shipped
 from paceline.registry import DraftSpec, best_shipped
 from paceline.registry_heads import HeadTree, assumed_accuracy, head_tree, plan_head
 from paceline.types import SamplingParams
@@ -127,6 +130,18 @@ def test_what_is_not_shipped_is_named(monkeypatch, tmp_path: Path) -> None:
     save_head(head, tmp_path / "tiny" / "eagle1", notes=HeadNotes(target="tiny"))
     assert plan("eagle1").shape is None
     assert plan("eagle2").shape is not None  # the same head, growing trees
+
+
+def test_what_ships_names_no_folder_of_whoever_made_it() -> None:
+    files = [file for _, _, folder in shipped() for file in folder.iterdir()]
+    assert len(files) >= 6
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as f:
+                facts = " ".join(f.metadata().values())
+        else:
+            facts = file.read_text(encoding="utf-8")
+        assert not re.search(r"(?<![\w.])/\w", facts), file
 
 
 def test_the_best_draft_without_a_download(tmp_path: Path) -> None:

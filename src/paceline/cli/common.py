@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -269,3 +270,14 @@ def output_dict(llm: LLM, output: RequestOutput) -> dict[str, Any]:
         "decode_tok_s": round(rest / decode_s, 2) if rest > 0 and decode_s > 0 else None,
         "stats": stats.as_dict(),
     }
+
+
+def own_command() -> str:
+    """This command as it may be published with what it makes: of paths their names alone."""
+    return shlex.join(["paceline", *(_name(a) for a in sys.argv[1:])])
+
+
+def _name(argument: str) -> str:
+    """Of an absolute path, also in `--option=path`, the last part."""
+    option, equals, value = argument.rpartition("=") if argument[:1] == "-" else ("", "", argument)
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -229,11 +227,10 @@ def _train(
         )
         bar.update(task, total=s.total, completed=s.step, note=note)
 
-    command = shlex.join(["paceline", *sys.argv[1:]])
     with bar:
         result = runs.train_head(
             target, data, out, options, config,
-            command=command, save_dtype=save_dtype, report=report, note=_say,
+            command=c.own_command(), save_dtype=save_dtype, report=report, note=_say,
         )  # fmt: skip
     curve.draw(result.log, out / "curve.png", options.objective)
     _summary(result, out)

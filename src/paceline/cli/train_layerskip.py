@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -88,7 +86,7 @@ def layerskip(
             tokens,
             path,
             settings,
-            command=shlex.join(["paceline", *sys.argv[1:]]),
+            command=c.own_command(),
             progress=bars.show,
         )
     report(result, path)

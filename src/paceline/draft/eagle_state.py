@@ -84,34 +84,27 @@ class Ended:
     another."""
 
     def __init__(self) -> None:
-        self._states: list[State] = []
-        self._bytes: list[int] = []
+        self._states: list[tuple[State, int]] = []  # with their bytes, the latest last
 
     @property
     def nbytes(self) -> int:
-        return sum(self._bytes)
+        return sum(n for _, n in self._states)
 
     def add(self, state: State) -> None:
         """It belongs to this object now."""
         state.waiting.own()
-        known = zip(self._states, self._bytes, strict=True)
-        others = [(s, n) for s, n in known if not _contains(state, s)]
-        latest, room = [(state, state.nbytes), *reversed(others)][:ENDED], ENDED_BYTES
-        self._states, self._bytes = [], []
-        for s, n in latest:
-            room -= n
-            if room < 0:
-                break
-            self._states.insert(0, s)
-            self._bytes.insert(0, n)
+        others = [(s, n) for s, n in self._states if not _contains(state, s)]
+        self._states = [*others, (state, state.nbytes)][-ENDED:]
+        while self.nbytes > ENDED_BYTES:
+            del self._states[0]
 
     def begin(self, seq: Sequence, n: int) -> State | None:
         """What was known of the first n tokens of a sequence, from the latest that began so."""
-        found = next((s for s in reversed(self._states) if s.begins(seq.tokens, n)), None)
+        found = next((s for s, _ in reversed(self._states) if s.begins(seq.tokens, n)), None)
         return None if found is None else found.first(n, seq.tokens)
 
     def __iter__(self) -> Iterator[State]:
-        return iter(self._states)
+        return (s for s, _ in self._states)
 
 
 def _contains(long: State, short: State) -> bool:

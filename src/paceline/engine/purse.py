@@ -23,7 +23,7 @@ class AdaptiveConfig:
     losses)."""
 
     most: int = 8
-    eps: float = 0.01
+    eps: float = 0.015
     start: float = 2.0
     trial: float = 24.0
     credit: float = 256.0
@@ -32,7 +32,7 @@ class AdaptiveConfig:
         if not 0 <= self.most <= 64:
             raise UserError(f"k = {self.most} is out of range: use 0 to 64")
         if not 0.0 < self.eps <= 1.0:
-            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.01")
+            raise UserError(f"eps = {self.eps} is out of range: use a share above 0, like 0.015")
         for name in ("start", "trial", "credit"):
             if getattr(self, name) < 0.0:
                 raise UserError(f"{name} = {getattr(self, name)} is out of range: use 0 or more")

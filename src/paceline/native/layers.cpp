@@ -253,7 +253,7 @@ void Model::mlp(Chunk& c, int thread, int layer, const Act& a) {
 }
 
 // Final norm and logits of the wanted rows.
-void Model::output(Chunk& c, int thread) {
+void Model::output(const Chunk& c, int thread) {
   Workspace& w = *work_;
   const std::ptrdiff_t D = config.hidden;
   const Pass& pass = c.pass;

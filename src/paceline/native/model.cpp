@@ -209,41 +209,68 @@ void Model::forward(const Pass& pass) {
   }
 }
 
-// Rows [from, to) of a chunk as they enter a layer, to whoever asked for them.
-void Model::copy_tap(const Chunk& c, int layer, int from, int to) const {
+// This thread's rows of a chunk as they enter a layer, to whoever asked for them.
+void Model::copy_tap(const Chunk& c, int thread, int layer) const {
   float* tap = c.pass.taps[size(layer)];
   if (tap == nullptr) return;
-  const std::ptrdiff_t D = config.hidden;
+  const std::ptrdiff_t D = config.hidden, part = c.lane ? 0 : thread;
+  const std::ptrdiff_t from = c.rows * part / c.n_threads, to = c.rows * (part + 1) / c.n_threads;
   const float* x = work_->x.get();
   std::copy(x + (c.first + from) * D, x + (c.first + to) * D, tap + (c.row0 + from) * D);
 }
 
-// A lane up to the keys and values of a layer.
-void Model::begin_layer(Chunk& lane, int thread, int layer) {
-  const Pass& pass = lane.pass;
-  copy_tap(lane, layer, 0, lane.rows);
+// Before a phase that reads what other threads wrote in the last one. A lane's rows are one thread's;
+// while others are waited for, the weights of the next phase are on their way.
+void Model::next_phase(const Chunk& c, int thread, int layer, int phase) const {
+  if (c.lane) return;
+  if (phase != ATTEND) fetch_ahead_of(thread, layer, phase);
+  Pool::instance().barrier();
+}
+
+// Up to the queries, keys and values of a layer.
+void Model::begin_layer(Chunk& c, int thread, int layer) {
+  const Pass& pass = c.pass;
+  copy_tap(c, thread, layer);  // x changes only after another barrier
   if (layer == static_cast<int>(layers.size())) return;
   const std::ptrdiff_t plane = static_cast<std::ptrdiff_t>(pass.n_slots) * config.kv_heads * config.head_size;
-  lane.keys = pass.kv + 2 * layer * plane;
-  lane.values = lane.keys + plane;
-  if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) attention_inputs(lane, thread, layer);
+  c.keys = pass.kv + 2 * layer * plane;
+  c.values = c.keys + plane;
+  if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) attention_inputs(c, thread, layer);
 }
 
-// The rest of it, when the keys of all lanes are there.
-void Model::end_layer(Chunk& lane, int thread, int layer) {
-  const Pass& pass = lane.pass;
+// The rest of it, which reads the keys of all rows.
+void Model::end_layer(Chunk& c, int thread, int layer) {
+  const Pass& pass = c.pass;
   if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) {
-    attention(lane, thread, layer);
-    project(lane, thread, layer, PROJECT, prepare(lane, thread, ATTENDED, nullptr));
+    next_phase(c, thread, layer, PROJECT);
+    attention(c, thread, layer);
+    next_phase(c, thread, layer, ATTEND);
+    project(c, thread, layer, PROJECT, prepare(c, thread, ATTENDED, nullptr));
+    next_phase(c, thread, layer, GATE_UP);
   }
   if (pass.run_mlp == nullptr || pass.run_mlp[layer] != 0) {
-    mlp(lane, thread, layer, prepare(lane, thread, LAYER_INPUT, layers[size(layer)].mlp_norm));
-    project(lane, thread, layer, DOWN, lane.middle);
+    mlp(c, thread, layer, prepare(c, thread, LAYER_INPUT, layers[size(layer)].mlp_norm));
+    next_phase(c, thread, layer, DOWN);
+    project(c, thread, layer, DOWN, c.middle);
+    next_phase(c, thread, layer + 1, QKV);
   }
 }
 
-void Model::run_lanes(Chunk& c, std::vector<Chunk>& lanes, int thread) {
-  Pool& pool = Pool::instance();
+// All threads share every phase of the rows.
+void Model::run_chunk(Chunk& c, int thread) {
+  embed(c, thread);
+  Pool::instance().barrier();
+  const int n_layers = static_cast<int>(layers.size());
+  for (int layer = 0; layer < n_layers; ++layer) {
+    begin_layer(c, thread, layer);
+    end_layer(c, thread, layer);
+  }
+  copy_tap(c, thread, n_layers);
+  output(c, thread);
+}
+
+// Each thread takes whole lanes from one layer's keys to the next one's.
+void Model::run_lanes(const Chunk& c, std::vector<Chunk>& lanes, int thread) {
   const int n_layers = static_cast<int>(layers.size());
   for (int layer = -1; layer < n_layers; ++layer) {
     Shares& shares = work_->shares[size(layer < 0 ? QKV : PHASES * layer + ATTEND)];
@@ -254,42 +281,7 @@ void Model::run_lanes(Chunk& c, std::vector<Chunk>& lanes, int thread) {
         else end_layer(lane, thread, layer);
         begin_layer(lane, thread, layer + 1);
       }
-    pool.barrier();
-  }
-  output(c, thread);
-}
-
-void Model::run_chunk(Chunk& c, int thread) {
-  Pool& pool = Pool::instance();
-  const Pass& pass = c.pass;
-  const int n_layers = static_cast<int>(layers.size());
-  const std::ptrdiff_t plane = static_cast<std::ptrdiff_t>(pass.n_slots) * config.kv_heads * config.head_size;
-  embed(c, thread);
-  pool.barrier();
-  for (int layer = 0; layer <= n_layers; ++layer) {
-    // x changes only after another barrier
-    copy_tap(c, layer, c.rows * thread / c.n_threads, c.rows * (thread + 1) / c.n_threads);
-    if (layer == n_layers) break;
-    if (pass.run_attention == nullptr || pass.run_attention[layer] != 0) {
-      c.keys = pass.kv + 2 * layer * plane;
-      c.values = c.keys + plane;
-      attention_inputs(c, thread, layer);
-      fetch_ahead_of(thread, layer, PROJECT);
-      pool.barrier();
-      attention(c, thread, layer);
-      pool.barrier();
-      project(c, thread, layer, PROJECT, prepare(c, thread, ATTENDED, nullptr));
-      fetch_ahead_of(thread, layer, GATE_UP);
-      pool.barrier();
-    }
-    if (pass.run_mlp == nullptr || pass.run_mlp[layer] != 0) {
-      mlp(c, thread, layer, prepare(c, thread, LAYER_INPUT, layers[size(layer)].mlp_norm));
-      fetch_ahead_of(thread, layer, DOWN);
-      pool.barrier();
-      project(c, thread, layer, DOWN, c.middle);
-      fetch_ahead_of(thread, layer + 1, QKV);
-      pool.barrier();
-    }
+    Pool::instance().barrier();
   }
   output(c, thread);
 }

@@ -97,10 +97,11 @@ class Model {
   int units(const Chunk& c, int phase) const;
   void reset_shares(const Chunk& c);
   void run_chunk(Chunk& c, int thread);
-  void run_lanes(Chunk& c, std::vector<Chunk>& lanes, int thread);
-  void begin_layer(Chunk& lane, int thread, int layer);
-  void end_layer(Chunk& lane, int thread, int layer);
-  void copy_tap(const Chunk& c, int layer, int from, int to) const;
+  void run_lanes(const Chunk& c, std::vector<Chunk>& lanes, int thread);
+  void begin_layer(Chunk& c, int thread, int layer);
+  void end_layer(Chunk& c, int thread, int layer);
+  void next_phase(const Chunk& c, int thread, int layer, int phase) const;
+  void copy_tap(const Chunk& c, int thread, int layer) const;
   // body(begin, end) for this thread's share of a phase's units.
   template <class Body>
   void share(const Chunk& c, int thread, int layer, int phase, Body body);
@@ -116,7 +117,7 @@ class Model {
   void fold_splits(Chunk& c, int row, float* out);
   void project(Chunk& c, int thread, int layer, int phase, const Act& a);
   void mlp(Chunk& c, int thread, int layer, const Act& a);
-  void output(Chunk& c, int thread);
+  void output(const Chunk& c, int thread);
   void fetch_ahead_of(int thread, int layer, int phase) const;
 
   std::mutex mutex_;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -363,9 +363,10 @@ def calibrate(
 def _provenance(
     options: HeadOptions, config: TrainConfig, corpus: Corpus, result: Result, command: str
 ) -> dict[str, str]:
+    init = options.init if options.init in INITS else Path(options.init).name
     facts = {
         "objective": options.objective,
-        "options": repr(asdict(options)),
+        "options": repr(asdict(replace(options, init=init))),
         "training": repr(asdict(config)),
         "data_sha256": corpus.sha256,
         "data_seeds": corpus.info.seeds,
