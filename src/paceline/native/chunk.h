@@ -79,7 +79,7 @@ struct Model::Chunk {
   bool by_split = false;            // attention work items are splits, not whole rows
   std::uint16_t* keys = nullptr;    // of the current layer, see Pass::kv
   std::uint16_t* values = nullptr;
-  Act act[2], middle;               // inputs, by Place, and of `down`
+  Act act[2] = {}, middle = {};     // inputs, by Place, and of `down`
   const std::vector<RowGroup>* groups = nullptr;
 };
 

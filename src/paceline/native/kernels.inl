@@ -9,7 +9,15 @@ constexpr int FAR_PREFETCH = 12288, NEAR_PREFETCH = 1024;
 // The register blocks only work where everything ends up in one function.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
+#ifdef PACELINE_HALF_TILES
+namespace half_tiles {
+#include "simd_avx2_half.h"
 #include "linear.inl"
+}  // namespace half_tiles
+using half_tiles::linear;
+#else
+#include "linear.inl"
+#endif
 
 // exp(x) to about one unit in the last place: x = n ln 2 + r, a polynomial in r, times 2^n.
 inline F exp(F x) {

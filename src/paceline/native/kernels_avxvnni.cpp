@@ -7,7 +7,8 @@
 #include "layout.h"
 #include "types.h"
 
-#define PACELINE_BLOCK 4  // rows of a register block
+#define PACELINE_BLOCK 8  // rows of a register block
+#define PACELINE_HALF_TILES
 
 namespace paceline {
 namespace {

@@ -1,4 +1,4 @@
-// Sixteen lanes as two 256-bit registers; VNNI is used when the compiler flags allow it.
+// Sixteen lanes as two 256-bit registers.
 // Included inside an anonymous namespace. Same operations as simd_avx512.h, bit for bit.
 struct F { __m256 a, b; };
 struct I { __m256i a, b; };
@@ -104,49 +104,4 @@ inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b
 inline U uload(const std::uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
-}
-inline U low4(U x) {
-  const __m256i m = _mm256_set1_epi8(0x0f);
-  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
-}
-inline U high4(U x) {
-  const __m256i m = _mm256_set1_epi8(0x0f);
-  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m),
-          _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
-}
-template <int C>
-inline __m256i or_pair_half(__m256i x, __m256i y) {
-  __m256i s = x;
-  if constexpr (C == 0) s = _mm256_slli_epi16(s, 4);
-  if constexpr (C == 1) s = _mm256_slli_epi16(s, 2);
-  if constexpr (C == 3) s = _mm256_srli_epi16(s, 2);
-  return _mm256_or_si256(_mm256_and_si256(s, _mm256_set1_epi8(0x30)), y);
-}
-template <int C>
-inline U or_pair(U x, U y) {
-  return {or_pair_half<C>(x.a, y.a), or_pair_half<C>(x.b, y.b)};
-}
-template <int BITS>
-inline __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
-#ifdef __AVXVNNI__
-  return _mm256_dpbusd_avx_epi32(acc, w, a);
-#else
-  const __m256i ones = _mm256_set1_epi16(1);
-  if constexpr (BITS < 8) {  // at most 2 * 63 * 127: no saturation
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), ones));
-  } else {  // 2 * 255 * 127 would saturate: the top bit goes apart
-    const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(0x7f));
-    const __m256i top = _mm256_and_si256(_mm256_srli_epi16(w, 7), _mm256_set1_epi8(1));
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(low, a), ones));
-    return _mm256_add_epi32(
-        acc, _mm256_madd_epi16(_mm256_maddubs_epi16(top, a), _mm256_set1_epi16(128)));
-  }
-#endif
-}
-template <int BITS>
-inline I dot4(I acc, U w, const std::int8_t* p) {
-  std::int32_t four;
-  __builtin_memcpy(&four, p, 4);
-  const __m256i a = _mm256_set1_epi32(four);
-  return {dot4_half<BITS>(acc.a, w.a, a), dot4_half<BITS>(acc.b, w.b, a)};
 }

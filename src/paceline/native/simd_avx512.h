@@ -1,4 +1,5 @@
 // Sixteen lanes as one 512-bit register. Included inside an anonymous namespace.
+constexpr int LANES = 16;
 struct F { __m512 v; };   // 16 floats
 struct I { __m512i v; };  // 16 int32
 struct U { __m512i v; };  // 64 bytes
@@ -112,10 +113,21 @@ inline U or_pair(U a, U b) {
   if constexpr (C == 3) s = _mm512_srli_epi16(s, 2);
   return {_mm512_ternarylogic_epi32(s, _mm512_set1_epi8(0x30), b.v, 0xEA)};
 }
-// acc lane o += sum over b of w[4 o + b] (unsigned) * a[b] (signed); exact.
-template <int BITS>
-inline I dot4(I acc, U w, const std::int8_t* a) {
+inline __m512i four_codes(const std::int8_t* p) {
   std::int32_t four;
-  __builtin_memcpy(&four, a, 4);
-  return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
+  __builtin_memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
 }
+// The dot products of sixteen outputs with a group (or half of one) of one row, plus an offset,
+// which both start and total are told; exact.
+template <int BITS>
+struct Dot {
+  I sum;
+  inline void start(std::int32_t offset) { sum = iset1(offset); }
+  // Lane o += sum over b of w0[4 o + b] * p[b] + w1[4 o + b] * p[4 + b]; w is unsigned.
+  inline void eight(U w0, U w1, const std::int8_t* p) {
+    sum.v = _mm512_dpbusd_epi32(sum.v, w0.v, four_codes(p));
+    sum.v = _mm512_dpbusd_epi32(sum.v, w1.v, four_codes(p + 4));
+  }
+  inline I total(std::int32_t) const { return sum; }
+};

@@ -1,5 +1,6 @@
 // Sixteen lanes as plain arrays. Included inside an anonymous namespace. Same operations as
 // simd_avx512.h, bit for bit: fma is the fused operation, in hardware or in libm.
+constexpr int LANES = 16;
 struct F { float v[16]; };
 struct I { std::int32_t v[16]; };
 struct U { std::uint8_t v[64]; };
@@ -107,9 +108,15 @@ inline U or_pair(U a, U b) {
     b.v[i] = static_cast<std::uint8_t>(b.v[i] | (((a.v[i] >> (2 * C)) & 3) << 4));
   return b;
 }
+// The dot products of sixteen outputs with a group of one row, see simd_avx512.h.
 template <int BITS>
-inline I dot4(I acc, U w, const std::int8_t* a) {
-  for (int o = 0; o < 16; ++o)
-    for (int b = 0; b < 4; ++b) acc.v[o] += w.v[4 * o + b] * a[b];
-  return acc;
-}
+struct Dot {
+  I sum;
+  inline void start(std::int32_t offset) { sum = iset1(offset); }
+  inline void eight(U w0, U w1, const std::int8_t* p) {
+    for (int o = 0; o < 16; ++o)
+      for (int b = 0; b < 4; ++b)
+        sum.v[o] += w0.v[4 * o + b] * p[b] + w1.v[4 * o + b] * p[4 + b];
+  }
+  inline I total(std::int32_t) const { return sum; }
+};
