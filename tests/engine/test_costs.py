@@ -67,6 +67,38 @@ def test_a_request_that_samples_drafts_less_where_sampling_is_dear() -> None:
     assert long_rounds(1.0, MODEL) > 0.4
 
 
+def test_each_size_of_batch_has_its_own_pace() -> None:
+    """What slows passes of one sequence need not slow those of sixteen; what slows all is known
+    of all as soon as it is seen of one."""
+
+    def step(n: int, factor: float) -> None:
+        plain = Work(
+            budgets=(0,) * n, drafters=(None,) * n, lags=(0,) * n, contexts=(100,) * n,
+            modes=("greedy",) * n,
+        )  # fmt: skip
+        costs.observe(plain, 0.0, factor * Costs(known).plain(plain.contexts, "greedy"))
+
+    def pace(n: int) -> float:
+        return costs.plain([100] * n, "greedy") / Costs(known).plain([100] * n, "greedy")
+
+    known = profile()
+    costs = Costs(known)
+    for _ in range(5):
+        step(1, 1.6)
+    assert costs.plain_seen(1) == 5
+    assert costs.plain_seen(16) == 0
+    assert pace(16) == pytest.approx(1.6)
+    step(16, 1.0)
+    assert (pace(1), pace(16)) == pytest.approx((1.6, 1.0))
+    for _ in range(20):
+        step(16, 2.0)
+    assert pace(16) == pytest.approx(2.0, rel=0.02)
+    assert pace(1) > 1.8  # nothing says that this is of sixteen alone
+    for _ in range(5):
+        step(1, 1.6)
+    assert pace(1) == pytest.approx(1.6, rel=0.1)
+
+
 def test_a_speed_up_is_never_more_than_tau():
     """Plain steps that were measured while something else ran look slow; what was gained over
     them is then absurd, and must not keep plain steps from being measured again."""

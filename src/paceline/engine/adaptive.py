@@ -37,8 +37,8 @@ from paceline.types import Sequence
 #: An interruption is charged up to so many times what the round was expected to take; behind a
 #: prompt nothing is, as every first step finds the caches full of it.
 TRIM, COLD_TRIM = 3.0, 1.0
-#: Plain steps before anything is drafted. Later ones keep the measure of what speculation is
-#: compared with: as many as may cost so much, and no more than every so many rounds.
+#: Plain steps of a size of batch before anything is drafted. Later ones keep the measure of what
+#: speculation is compared with: as many as may cost so much, and no more than every so many rounds.
 CALIBRATION, PLAIN_SHARE, PLAIN_GAP = 3, 0.01, 4
 #: Rounds that a new drafter's trial lasts. It may begin with reading a prompt where that takes
 #: no larger share of what is left of the request.
@@ -143,10 +143,10 @@ class AdaptivePolicy:
         # A step that reads a prompt is long: nothing that it could bring is worth the doubt
         # that it would throw on what a plain step takes.
         reading = any(s.pending > 1 for s in seqs)
-        if reading or not free or self.costs.plain_steps < CALIBRATION:
+        if reading or not free or self.costs.plain_seen(len(seqs)) < CALIBRATION:
             return base
         lost = 1.0 - 1.0 / self._rates.speedup(len(seqs))
-        if self._tally.since_plain >= max(PLAIN_GAP, lost / PLAIN_SHARE):
+        if self._tally.since_plain(len(seqs)) >= max(PLAIN_GAP, lost / PLAIN_SHARE):
             return base
         arms = {s.id: self._terms.arms(s) for s in free}
         held = self._held(seqs, base, arms)
@@ -266,7 +266,8 @@ class AdaptivePolicy:
     def observe(self, done: Round) -> None:
         start = self._clock()
         plain = self._plan is not None and self._plan is self._terms.settled and not done.reads
-        if plain and self._look_in > 0:
+        known = self.costs.plain_seen(len(done.parts))
+        if plain and self._look_in > 0 and known >= CALIBRATION:
             self._look_in -= 1
             self._cold = False
             self._tally.add_plain(len(done.parts))
@@ -276,7 +277,7 @@ class AdaptivePolicy:
         self._observe(done)
         self._cold = done.reads
         self._learning = self._clock() - start
-        if plain and self.costs.plain_steps > MEASURED:
+        if plain and known > MEASURED:
             self._look_in = min(int(self._learning / (LOOKING * done.seconds)), RAREST - 1)
 
     def _record_plain(self, done: Round) -> None:

@@ -1,9 +1,10 @@
 """What the next round will take: a measured profile, corrected by what rounds really took.
 
 A correction is a factor, kept as its logarithm. One is common to all: the machine's speed
-now (shared machines jump), anchored by plain steps. Others belong to a kind of work (drafting
-with one drafter, a pass of so many rows beyond a plain one's) and say by how much the profile
-misjudges it.
+now (shared machines jump), anchored by plain steps. Another belongs to a size of batch: what
+slows one sequence's pass, which waits for memory, need not slow that of sixteen, which computes.
+Others belong to a kind of work (drafting with one drafter, a pass of so many rows beyond a plain
+one's of as many sequences) and say by how much the profile misjudges it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,15 @@ class _Kind:
         own.add(x - self.common.value, KIND_GAIN)
 
 
+@dataclass
+class _Batch:
+    """Plain steps of one size of batch: how many were seen, and how much longer they take than
+    profile and speed say."""
+
+    seen: int = 0
+    own: _Running = field(default_factory=_Running)
+
+
 def size_class(n: int) -> int:
     """1, 2, 3, 4 apart, then by halves of powers of two: 5-6, 7-8, 9-12, 13-16, ..."""
     if n <= 4:
@@ -109,19 +119,25 @@ class Costs:
     it lacks is taken for as slow as the target until it was measured."""
 
     profile: Profile
-    plain_steps: int = 0
     _speed: _Running = field(default_factory=_Running)
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=5))
-    _kinds: dict[str, _Kind] = field(default_factory=dict)
+    _batches: dict[int, _Batch] = field(default_factory=dict)
+    _drafters: dict[str, _Kind] = field(default_factory=dict)
+    _passes: dict[int, _Kind] = field(default_factory=dict)  # by size of batch
 
     @property
     def speed(self) -> float:
         """Seconds now for each second of the profile."""
         return math.exp(self._speed.value)
 
+    def plain_seen(self, n_seqs: int) -> int:
+        """Plain steps of about so many sequences that were looked at."""
+        batch = self._batches.get(size_class(n_seqs))
+        return batch.seen if batch else 0
+
     def plain(self, contexts: Seq[int], mode: str) -> float:
         """Seconds of a plain step now."""
-        return self.speed * self._pass([0] * len(contexts), contexts, mode)
+        return self._pace(len(contexts)) * self._pass([0] * len(contexts), contexts, mode)
 
     def of(self, work: Work) -> float:
         """Seconds of a round now."""
@@ -129,10 +145,10 @@ class Costs:
 
     def passing(self, work: Work) -> float:
         """T_p + T_o; more rows never take less than a plain step."""
-        factor = self._factor("pass", work.extra)
-        seconds = factor * self._pass(work.budgets, work.contexts, work.mode)
-        plain = self._pass([0] * len(work.budgets), work.contexts, work.mode)
-        return self.speed * max(seconds, plain)
+        n = len(work.budgets)
+        seconds = self._rows(n, work.extra) * self._pass(work.budgets, work.contexts, work.mode)
+        plain = self._pass([0] * n, work.contexts, work.mode)
+        return self._pace(n) * max(seconds, plain)
 
     def drafting(self, work: Work) -> float:
         """T_q, catching up included."""
@@ -162,12 +178,12 @@ class Costs:
         """T_p + T_o with 0, 1, ... `most` rows more than one for each sequence, spread evenly;
         never falling."""
         target, host = self.profile.target, self.profile.host[mode]
-        entries = sum(contexts)
+        entries, pace = sum(contexts), self._pace(n_seqs)
         found = []
         for n in range(most + 1):
             reading = target.per_entry(1 + n / n_seqs) * entries
             seconds = target.rows(n_seqs + n) + reading + host(n_seqs, n_seqs + n)
-            found.append(self.speed * self._factor("pass", n) * seconds)
+            found.append(pace * self._rows(n_seqs, n) * seconds)
             found[-1] = max(found[-1], found[max(n - 1, 0)])
         return found
 
@@ -192,21 +208,32 @@ class Costs:
             found[name] = (max(budgets), seconds + cost.catch_up(lag))
         return found
 
-    def _factor(self, kind: str, n: int) -> float:
-        if kind == "pass" and n == 0:
-            return 1.0  # a plain step: all there is to know is the speed
-        known = self._kinds.get(kind)
-        return math.exp(known.at(size_class(n))) if known else 1.0
+    def _pace(self, n_seqs: int) -> float:
+        """Seconds now for each second of the profile, of passes of so many sequences."""
+        batch = self._batches.get(size_class(n_seqs))
+        return self.speed * (math.exp(batch.own.value) if batch else 1.0)
+
+    def _rows(self, n_seqs: int, extra: int) -> float:
+        """The factor of a pass of so many rows more than one for each sequence."""
+        if extra == 0:
+            return 1.0  # a plain step: all there is to know is the pace
+        known = self._passes.get(size_class(n_seqs))
+        return math.exp(known.at(size_class(extra))) if known else 1.0
+
+    def _factor(self, drafter: str, k: int) -> float:
+        known = self._drafters.get(drafter)
+        return math.exp(known.at(size_class(k))) if known else 1.0
 
     def observe(self, work: Work, t_draft: float, t_pass: float) -> None:
         """A round that is over. t_pass: T_p + T_o."""
         predicted = self._pass(work.budgets, work.contexts, work.mode)
-        if work.extra == 0:
-            self.plain_steps += 1
-            self._see(math.log(max(t_pass, 1e-9) / predicted), SPEED_GAIN)
-            return
         ratio = math.log(max(t_pass, 1e-9) / predicted)
-        self._learn("pass", work.extra, ratio, speed=True)
+        size = size_class(len(work.budgets))
+        if work.extra == 0:
+            self._observe_plain(size, ratio)
+            return
+        batch = self._batches.get(size)
+        self._learn_rows(size, size_class(work.extra), ratio - (batch.own.value if batch else 0.0))
         drafts = self._drafts(work)
         # One clock for all drafters of a round: what it shows is the largest share's.
         total = sum(self._factor(n, k) * s for n, (k, s) in drafts.items())
@@ -214,13 +241,23 @@ class Costs:
             name = max(drafts, key=lambda n: drafts[n][1])
             longest, _ = drafts[name]
             others = math.log(max(t_draft, 1e-9) / total) + math.log(self._factor(name, longest))
-            self._learn(name, longest, others, speed=False)
+            kind = self._drafters.setdefault(name, _Kind())
+            kind.add(size_class(longest), others - self._speed.value)
 
-    def _learn(self, kind: str, n: int, ratio: float, *, speed: bool) -> None:
-        known = self._kinds.setdefault(kind, _Kind())
-        size = size_class(n)
+    def _observe_plain(self, size: int, ratio: float) -> None:
+        """The size of batch that was seen first has no pace of its own: the speed is that."""
+        first = next(iter(self._batches), size)
+        batch = self._batches.setdefault(size, _Batch())
+        batch.seen += 1
+        if size == first or batch.seen > 1:
+            self._see(ratio - batch.own.value, SPEED_GAIN)
+        if size != first:
+            batch.own.add(ratio - self._speed.value, KIND_GAIN)
+
+    def _learn_rows(self, batch: int, size: int, ratio: float) -> None:
+        known = self._passes.setdefault(batch, _Kind())
         seen = known.sizes[size].count if size in known.sizes else 0
-        if speed and seen >= KNOWN and self.plain_steps:
+        if seen >= KNOWN and self._batches:
             # Half as much as a plain step does: it may be the kind that is misjudged.
             self._see(ratio - known.at(size), SPEED_GAIN / 2)
         known.add(size, ratio - self._speed.value)
