@@ -170,8 +170,11 @@ def test_slow_memory_says_nothing_of_large_batches(accepted: float) -> None:
 
     adaptive = run(lambda drafter: AdaptivePolicy(believed, drafter, clock=clock))
     plain = run(lambda drafter: FixedBudget(0))
-    for i in range(1, 16):
-        assert adaptive.finished[i] - 1.5 <= 1.05 * (plain.finished[i] - 1.5)
+    # On average: where some get on faster than others, the last ones end in a smaller batch.
+    ended = [
+        np.mean([world.finished[i] - 1.5 for i in range(1, 16)]) for world in (adaptive, plain)
+    ]
+    assert ended[0] <= 1.02 * ended[1]
     assert adaptive.now < 0.95 * plain.now  # alone the first request is faster
 
 
