@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from paceline.core.latency import DraftCost, Profile, round_seconds
 from paceline.engine.adaptive import AdaptivePolicy
 from paceline.engine.costs import Costs, Work
 from paceline.engine.explore import FIRST_WAIT, Probe, Rates
+from paceline.engine.tally import STALE, Tally
 
 BUDGETS, CONTEXTS = (4, 1, 0, 2), (100, 50, 200, 10)
 
@@ -97,6 +99,23 @@ def test_each_size_of_batch_has_its_own_pace() -> None:
     for _ in range(5):
         step(1, 1.6)
     assert pace(1) == pytest.approx(1.6, rel=0.1)
+
+
+def test_plain_steps_of_another_size_of_batch_do_not_count() -> None:
+    """Behind each plain step rounds of that size are counted; where it is long ago it is due."""
+    tally = Tally()
+    tally.add_plain(1)
+    tally.add([0] * 16, set())
+    for _ in range(5):
+        tally.add([1] * 16, {"model"})
+    assert (tally.since_plain(1), tally.since_plain(16)) == (0, 5)
+    tally.add_plain(1)
+    assert (tally.since_plain(1), tally.since_plain(16)) == (0, 5)
+    for _ in range(STALE - 6):
+        tally.add_plain(1)
+    assert tally.since_plain(16) == 5
+    tally.add_plain(1)
+    assert (tally.since_plain(1), tally.since_plain(16)) == (0, math.inf)
 
 
 def test_a_speed_up_is_never_more_than_tau():

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.engine.ledger import Ledger
+from paceline.engine.purse import AdaptiveConfig
+from paceline.errors import UserError
 
 EPS = 0.02
 #: (seconds of a plain step, C_max over it, real cost as a share of C_max, tokens).
@@ -71,3 +73,11 @@ def test_gains_are_kept_up_to_the_credit() -> None:
     ledger.record(1.0, 100.0)
     assert ledger.permits(1.0 + 3.0, 1.0)
     assert not ledger.permits(1.0 + 3.1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [({"most": 65}, "k = 65"), ({"eps": 0.0}, "eps"), ({"trial": -1}, "trial")]
+)
+def test_settings_out_of_range_are_refused(values: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        AdaptiveConfig(**values)

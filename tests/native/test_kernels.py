@@ -16,11 +16,16 @@ from paceline.models.native_weights import PackedMatrix
 KINDS = ["Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0"]
 
 
-def random_blocks(kind: str, n_out: int, n_in: int, seed: int = 0) -> np.ndarray:
-    """Random code bytes with sane fp16 scales, as raw GGUF rows [n_out, row bytes]."""
+def random_blocks(
+    kind: str, n_out: int, n_in: int, seed: int = 0, codes: int | None = None
+) -> np.ndarray:
+    """Random code bytes (or all the same) with sane fp16 scales, as raw GGUF rows [n_out, row
+    bytes]."""
     rng = np.random.default_rng(seed)
     row = _native.gguf_row_bytes(int(Kind[kind]), n_in)
     raw = rng.integers(0, 256, (n_out, row), dtype=np.uint8)
+    if codes is not None:
+        raw[:] = codes
     block, places = {
         "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q5_0": (22, [0]), "Q5_1": (24, [0, 2]),
         "Q8_0": (34, [0]), "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]), "Q6_K": (210, [208]),
@@ -78,6 +83,25 @@ def test_product_matches_numpy_and_other_paths(kind: str, path: str) -> None:
     got = NativeLinear(packed, path=path)(torch.from_numpy(x))
     size = np.abs(quantised(x)) @ np.abs(weights).T
     assert (np.abs(got.numpy() - expected) <= 1e-5 * size + 1e-6).all()
+    assert same_bits(got, NativeLinear(packed, path="portable")(torch.from_numpy(x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", kernel_paths())
+def test_sums_of_the_largest_codes_do_not_overflow(kind: str, path: str) -> None:
+    """Every weight's code is all ones, every activation's +-127: where 16 bits hold sums of
+    products they are as full as they get (15, 63 and 255 times 127)."""
+    n_in = 512
+    raw = random_blocks(kind, 32, n_in, codes=255)
+    x = np.ones((9, n_in), np.float32)
+    x[1] = -1
+    x[2, ::2] = -1
+    x[3, ::4] = x[3, 1::4] = -1
+    weights = dequantize(raw, Kind[kind]).astype(np.float64)
+    packed = pack(kind, raw, n_in)
+    got = NativeLinear(packed, path=path)(torch.from_numpy(x))
+    size = np.abs(x) @ np.abs(weights).T
+    assert (np.abs(got.numpy() - x @ weights.T) <= 1e-5 * size + 1e-6).all()
     assert same_bits(got, NativeLinear(packed, path="portable")(torch.from_numpy(x)))
 
 

@@ -6,10 +6,10 @@
 // share the work of loading them, which changes nothing in any of their results.
 
 // Queries at once, as many as the registers hold.
-constexpr int QUERIES = PACELINE_BLOCK > 8 ? 12 : 2;
+constexpr int QUERIES = PACELINE_REGISTERS > 16 ? 12 : 2;
 
 // Rows of scores that are exponentiated at once.
-constexpr int CHAINS = PACELINE_BLOCK > 8 ? 4 : 2;
+constexpr int CHAINS = PACELINE_REGISTERS > 16 ? 4 : 2;
 
 // Vectors of a value that so many queries take at once: their sums fill the registers, too.
 constexpr int value_vectors(int queries) { return queries <= 6 ? 4 : 2; }

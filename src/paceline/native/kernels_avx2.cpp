@@ -7,8 +7,9 @@
 #include "layout.h"
 #include "types.h"
 
-#define PACELINE_BLOCK 8  // rows of a register block
-#define PACELINE_HALF_TILES
+#define PACELINE_BLOCK 8      // rows of a register block
+#define PACELINE_REGISTERS 16  // of vectors
+#define PACELINE_HALF_TILES   // linear.inl on half as many lanes
 
 namespace paceline {
 namespace {

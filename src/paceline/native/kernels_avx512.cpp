@@ -7,7 +7,8 @@
 #include "layout.h"
 #include "types.h"
 
-#define PACELINE_BLOCK 16  // rows of a register block
+#define PACELINE_BLOCK 16      // rows of a register block
+#define PACELINE_REGISTERS 32  // of vectors
 
 namespace paceline {
 namespace {

@@ -6,7 +6,8 @@
 #include "layout.h"
 #include "types.h"
 
-#define PACELINE_BLOCK 4  // rows of a register block
+#define PACELINE_BLOCK 4      // rows of a register block
+#define PACELINE_REGISTERS 16  // of vectors
 
 namespace paceline {
 namespace {

@@ -20,6 +20,11 @@ ALWAYS_INLINE void each(Work&& work) {
   if constexpr (N > 0) work(N - 1);
 }
 #define INLINED __attribute__((always_inline))
+// work(row, part)
+template <int R, int P, class Work>
+ALWAYS_INLINE void each(Work&& work) {
+  each<R>([&](int r) INLINED { each<P>([&](int p) INLINED { work(r, p); }); });
+}
 
 constexpr int PARTS = TILE / LANES, PART_BYTES = 4 * LANES;  // bytes of each vector of a group
 
@@ -66,9 +71,7 @@ template <int BITS, int R, int P, int J>
 ALWAYS_INLINE void dot_pair(const std::uint8_t* quants, const std::int8_t* q, Dot<BITS> (*dot)[R]) {
   U w0[P], w1[P];
   each<P>([&](int p) INLINED { decode<BITS, J>(quants + p * PART_BYTES, w0[p], w1[p]); });
-  each<R>([&](int r) INLINED {
-    each<P>([&](int p) INLINED { dot[p][r].eight(w0[p], w1[p], q + r * GROUP + 8 * J); });
-  });
+  each<R, P>([&](int r, int p) INLINED { dot[p][r].eight(w0[p], w1[p], q + r * GROUP + 8 * J); });
 }
 
 // One group times R rows; q, d, ds, offset point at the first of them, `acc` at their sums for the
@@ -82,39 +85,32 @@ ALWAYS_INLINE void group_rows(const std::uint8_t* quants, const Scales<FORMAT>* 
   Dot<T.bits> dot[P][R];
   if constexpr (T.halves == 2) {
     F half[P][R];
-    each<R>([&](int r) INLINED { each<P>([&](int p) INLINED { dot[p][r].start(offset[4 * r]); }); });
+    each<R, P>([&](int r, int p) INLINED { dot[p][r].start(offset[4 * r]); });
     dot_pair<T.bits, R, P, 0>(quants, q, dot);
     dot_pair<T.bits, R, P, 1>(quants, q, dot);
-    each<R>([&](int r) INLINED {
-      each<P>([&](int p) INLINED {
-        half[p][r] = mul(to_float(dot[p][r].total(offset[4 * r])), scales[p].s[0]);
-        dot[p][r].start(offset[4 * r + 1]);
-      });
+    each<R, P>([&](int r, int p) INLINED {
+      half[p][r] = mul(to_float(dot[p][r].total(offset[4 * r])), scales[p].s[0]);
+      dot[p][r].start(offset[4 * r + 1]);
     });
     dot_pair<T.bits, R, P, 2>(quants, q, dot);
     dot_pair<T.bits, R, P, 3>(quants, q, dot);
-    each<R>([&](int r) INLINED {
-      each<P>([&](int p) INLINED {
-        F& sum = acc[p * STRIDE + r];
-        const F dots = to_float(dot[p][r].total(offset[4 * r + 1]));
-        sum = fma(fma(dots, scales[p].s[1], half[p][r]), set1(d[r]), sum);
-      });
+    each<R, P>([&](int r, int p) INLINED {
+      F& sum = acc[p * STRIDE + r];
+      const F dots = to_float(dot[p][r].total(offset[4 * r + 1]));
+      sum = fma(fma(dots, scales[p].s[1], half[p][r]), set1(d[r]), sum);
     });
   } else {
-    each<R>([&](int r) INLINED {
-      each<P>([&](int p) INLINED { dot[p][r].start(T.affine ? 0 : offset[4 * r + WHOLE]); });
-    });
+    const auto start = [&](int r) INLINED { return T.affine ? 0 : offset[4 * r + WHOLE]; };
+    each<R, P>([&](int r, int p) INLINED { dot[p][r].start(start(r)); });
     dot_pair<T.bits, R, P, 0>(quants, q, dot);
     dot_pair<T.bits, R, P, 1>(quants, q, dot);
     dot_pair<T.bits, R, P, 2>(quants, q, dot);
     dot_pair<T.bits, R, P, 3>(quants, q, dot);
-    each<R>([&](int r) INLINED {
-      each<P>([&](int p) INLINED {
-        F& sum = acc[p * STRIDE + r];
-        const F dots = to_float(dot[p][r].total(T.affine ? 0 : offset[4 * r + WHOLE]));
-        sum = fma(dots, mul(scales[p].s[0], set1(d[r])), sum);
-        if constexpr (T.affine) sum = fma(scales[p].m, set1(ds[r]), sum);
-      });
+    each<R, P>([&](int r, int p) INLINED {
+      F& sum = acc[p * STRIDE + r];
+      const F dots = to_float(dot[p][r].total(start(r)));
+      sum = fma(dots, mul(scales[p].s[0], set1(d[r])), sum);
+      if constexpr (T.affine) sum = fma(scales[p].m, set1(ds[r]), sum);
     });
   }
 }

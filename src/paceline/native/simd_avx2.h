@@ -38,22 +38,6 @@ inline void store_f16(std::uint16_t* p, F x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, mode));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, mode));
 }
-inline __m256 widen_bf16(__m128i w) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(w), 16));
-}
-inline F load_bf16(const std::uint16_t* p) {
-  return {widen_bf16(load128(p)), widen_bf16(load128(p + 8))};
-}
-inline F load_u8(const std::uint8_t* p) {
-  const __m128i x = load128(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)),
-          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8)))};
-}
-inline F load_s8(const std::uint8_t* p) {
-  const __m128i x = load128(p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
-}
 inline void store_s8(std::int8_t* p, F x) {
   const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
   const __m256i o = _mm256_permute4x64_epi64(w, 0xD8);  // packs works inside 128-bit halves

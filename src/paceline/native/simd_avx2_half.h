@@ -15,7 +15,9 @@ inline F mul(F x, F y) { return {_mm256_mul_ps(x.v, y.v)}; }
 inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.v, y.v, z.v)}; }
 inline __m128i load64(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline F load_f16(const std::uint16_t* p) { return {_mm256_cvtph_ps(load128(p))}; }
-inline F load_bf16(const std::uint16_t* p) { return {widen_bf16(load128(p))}; }
+inline F load_bf16(const std::uint16_t* p) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16))};
+}
 inline F load_u8(const std::uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load64(p)))};
 }
